@@ -68,9 +68,12 @@ def build_config() -> Glm4MoeConfig:
 
 
 class Glm4MoeMTP(nn.Module):
-    """The MTP layer; `embed_tokens` and `shared_head.head` are copies of the target's and so live
-    only on disk.
+    """The MTP layer, for keepmtp's own `draft_steps`; `embed_tokens` and `shared_head.head` are
+    copies of the target's and so live only on disk.
     """
+
+    kind = "full_attention"
+    window = None
 
     def __init__(self, config: Glm4MoeConfig):
         super().__init__()
@@ -88,24 +91,21 @@ class Glm4MoeMTP(nn.Module):
         positions_T: Tensor,
         mask_TS: Tensor,
         cache: DynamicCache,
-    ) -> Tensor:
-        """One draft step; see `drafting.draft_hidden`."""
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step. What the head multiplies has `shared_head.norm`, which vLLM applies in
+        `compute_logits`, and the next step's state has not.
+        """
         embeds_BTH = embeds_BTH.masked_fill((positions_T == 0)[None, :, None], 0.0)
         mixed_BTH = self.eh_proj(
             torch.cat([self.enorm(embeds_BTH), self.hnorm(hidden_BTH)], dim=-1)
         )
-        return self.block(
+        output_BTH = self.block(
             mixed_BTH,
             attention_mask=mask_TS[None, None],
             position_embeddings=self.rotary(mixed_BTH, positions_T[None]),
             past_key_values=cache,
         )
-
-    def head_input(self, hidden_BTH: Tensor) -> Tensor:
-        """`shared_head.norm`, which vLLM applies in `compute_logits` and so outside the
-        recursion.
-        """
-        return self.shared_head_norm(hidden_BTH)
+        return self.shared_head_norm(output_BTH), output_BTH
 
 
 def build_target(config: Glm4MoeConfig) -> Glm4MoeForCausalLM:

@@ -62,9 +62,12 @@ def build_config() -> Qwen3_5TextConfig:
 
 
 class Qwen3_5MTP(nn.Module):
-    """The MTP block; its attribute names are the published ones, `embed_tokens` and `lm_head` are
-    the target's.
+    """The MTP block, for keepmtp's own `draft_steps`; its attribute names are the published ones,
+    `embed_tokens` and `lm_head` are the target's.
     """
+
+    kind = "full_attention"
+    window = None
 
     def __init__(self, config: Qwen3_5TextConfig):
         super().__init__()
@@ -83,8 +86,10 @@ class Qwen3_5MTP(nn.Module):
         positions_T: Tensor,
         mask_TS: Tensor,
         cache: DynamicCache,
-    ) -> Tensor:
-        """One draft step; see `drafting.draft_hidden`."""
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step. The head multiplies the fed-back state itself: `mtp.norm` is inside the
+        recursion.
+        """
         tokens_BTH, states_BTH = (
             self.pre_fc_norm_embedding(embeds_BTH),
             self.pre_fc_norm_hidden(hidden_BTH),
@@ -99,11 +104,8 @@ class Qwen3_5MTP(nn.Module):
             position_embeddings=self.rotary(mixed_BTH, positions_3BT),
             past_key_values=cache,
         )
-        return self.norm(output_BTH)
-
-    def head_input(self, hidden_BTH: Tensor) -> Tensor:
-        """The fed-back state itself: `mtp.norm` is inside the recursion."""
-        return hidden_BTH
+        normed_BTH = self.norm(output_BTH)
+        return normed_BTH, normed_BTH
 
 
 def build_target(config: Qwen3_5TextConfig) -> Qwen3_5ForCausalLM:

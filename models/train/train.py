@@ -34,7 +34,7 @@ import tool_texts
 import torch
 import torch.nn.functional as F
 import transformers
-from drafting import draft_hidden, step_targets
+from keepmtp.quantize.calibrate.mtp.mtp_block import draft_steps
 from safetensors.torch import save_file
 from texts import Batch
 from torch import Tensor, nn
@@ -164,21 +164,22 @@ def _train(model: Model, target: PreTrainedModel, mtp: nn.Module, batches: Any) 
             log.info("step %d: loss of next token, draft 1, draft 2: %s", step, shown)
 
 
-def _losses(target: PreTrainedModel, mtp: nn.Module, batch: Batch) -> list[Tensor]:
+def _losses(target: PreTrainedModel, mtp: Any, batch: Batch) -> list[Tensor]:
     """Of the next token and of each draft position."""
     hidden_BTH = target.model(batch.ids_BT, use_cache=False).last_hidden_state
-    drafts = draft_hidden(
-        mtp,
+    drafts = draft_steps(
+        [mtp],
         target.model.embed_tokens,
-        ids_BT=batch.ids_BT,
-        hidden_BTH=hidden_BTH,
+        ids=batch.ids_BT,
+        hidden=hidden_BTH,
         num_steps=len(LOSS_WEIGHTS) - 1,
     )
     losses = []
-    for step, head_BTH in enumerate([hidden_BTH, *drafts]):
+    # Slot i of step k predicts token i + k + 1; the target is step 0. Slots past the end weigh 0.
+    for step, head_BTH in enumerate([hidden_BTH, *drafts], start=1):
         logits_BTV = target.lm_head(head_BTH).float()
-        wanted_BT = step_targets(batch.ids_BT, step)
-        weight_BT = step_targets(batch.weight_BT, step)
+        wanted_BT = F.pad(batch.ids_BT[:, step:], (0, step))
+        weight_BT = F.pad(batch.weight_BT[:, step:], (0, step))
         token_loss_BT = F.cross_entropy(logits_BTV.transpose(1, 2), wanted_BT, reduction="none")
         losses.append((token_loss_BT * weight_BT).sum() / weight_BT.sum())
     return losses
