@@ -8,12 +8,9 @@ and missing: a cell. Out: a table on the terminal: how many cells both call good
 static check alone calls bad (false alarms), which the dry load alone (missed), which are known
 to be bad although a dry load does not show it, and which the dry load finds and no header shows.
 
-What vLLM does is kept in build/cells, by form: a run that was ended goes on, and a changed rule of
-the static check asks vLLM nothing again.
-
-Easy to get wrong: there are 20,000 cells, and a load takes a third of a second. So a load has many
-broken tensors (cells_in_vllm.py), each of another parameter. Where one of them ends it, or a
-finding could be of two, those cells are loaded again in smaller groups, at last alone.
+Easy to get wrong: there are 20,000 cells, and a load takes a third of a second. So what vLLM does is
+kept in build/cells, by form: a run that was ended goes on, and a changed rule of the static check
+asks vLLM nothing again.
 """
 
 import argparse
@@ -22,8 +19,8 @@ import json
 import re
 import sys
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -40,15 +37,12 @@ from keepmtp.checkpoints.stored import SCALE_LEAVES, TRANSPOSED_LEAVES
 from keepmtp.recipes.conventions import ALGORITHMS
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.family import HFName
-from keepmtp.recipes.frozen import Shape
+from keepmtp.recipes.frozen import Shape, without
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import Checked, examine
-from keepmtp.validate.dryload import loader
-from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.dryload.versions import had_vllms
-from keepmtp.validate.facts.dry_load import LoadAccount
 from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import find_vllm
 
@@ -103,6 +97,14 @@ class Cell:
     def key(self) -> str:
         return f"{self.tensor} {self.broken}"
 
+    def of(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with this tensor broken."""
+        tensors = dict(checkpoint.tensors)
+        del tensors[self.tensor]
+        if self.spec is not None:
+            tensors[self.tensor] = self.spec
+        return replace(checkpoint, tensors=tensors)
+
 
 def forms() -> Iterator[tuple[str, Checkpoint]]:
     """By name; where the block is plain, it alone is broken."""
@@ -155,113 +157,28 @@ def cells_of(runtime: RuntimeView, *, is_block: bool) -> Iterator[Cell]:
 
 def static_says(checkpoint: Checkpoint, folder: Path, cell: Cell) -> str:
     """The first error of the static check; "" for none."""
-    tensors = dict(checkpoint.tensors)
-    del tensors[cell.tensor]
-    if cell.spec is not None:
-        tensors[cell.tensor] = cell.spec
-    source = as_source(replace(checkpoint, tensors=tensors), folder)
+    source = as_source(cell.of(checkpoint), folder)
     for error in errors_of(examine(source, vllm=VERSION).data.findings):
         return f"{error.rule} {error.where}: {error.says}"
     return ""
 
 
-@dataclass(frozen=True)
-class DryLoads:
-    """One form in vLLM; `dry` starts its process where it is not there."""
+def dry_says(
+    base: Checked, folder: Path, checkpoints: Mapping[str, Checkpoint], dry: DryLoader
+) -> Iterator[str]:
+    """The first error of the dry load of each checkpoint; "" for none.
 
-    dry: Callable[[], DryLoader]
-    job: Job
-    base: Checked
-    runtime: RuntimeView
-
-    def says(self, cells: Sequence[Cell]) -> dict[str, str]:
-        """What vLLM does with each cell, by its key; "" where it loads all of it."""
-        said = dict[str, str]()
-        waiting = self._apart(cells)
-        while waiting:
-            again = list[list[Cell]]()
-            for group, account in zip(waiting, self._loaded(waiting), strict=True):
-                known = self._known(group, account)
-                said |= known
-                left = [cell for cell in group if cell.key not in known]
-                middle = -(-len(left) // 2)
-                if known:
-                    middle = len(left)
-                again += [part for part in (left[:middle], left[middle:]) if part]
-            waiting = again
-        return said
-
-    def alone(self, cells: Sequence[Cell]) -> dict[str, str]:
-        """What vLLM does with each of them where nothing else is broken."""
-        said = dict[str, str]()
-        for cell, account in zip(cells, self._loaded([[cell] for cell in cells]), strict=True):
-            (words,) = self._known([cell], account).values()
-            said[f"{cell.key} alone"] = words
-        return said
-
-    def _known(self, group: Sequence[Cell], account: LoadAccount) -> dict[str, str]:
-        """Of a load with several broken tensors what is sure."""
-        said = dict[str, str]()
-        for cell in group:
-            if cell.tensor in account.load.cures:
-                said[cell.key] = "raises"
-        quiet = [cell for cell in group if cell.key not in said]
-        failure = account.load.failure
-        if failure is not None:
-            for cell in quiet:
-                if cell.tensor == failure.tensor or len(quiet) == 1:
-                    said[cell.key] = f"{failure.stage}: {failure.words}"
-            return said
-        errors = errors_of(found for found, *_ in objections(account.with_cures(()), self.base))
-        words = dict.fromkeys([cell.key for cell in quiet], "")
-        for error in errors:
-            owner = self._owner(error.where, group)
-            if owner is None:
-                return said
-            words[owner.key] = f"{error.where}: {error.says}"
-        return words | said
-
-    def _owner(self, where: str, group: Sequence[Cell]) -> Cell | None:
-        """The broken tensor that a finding is about; None where it could be one of several."""
-        by_name = [cell for cell in group if cell.tensor == where]
-        of_module = [cell for cell in group if self._module(cell.tensor) == self._module(where)]
-        for same in (by_name, of_module, group):
-            if len(same) == 1:
-                return same[0]
-        return None
-
-    def _module(self, name: str) -> str:
-        """The module in vLLM that a tensor goes to, for a router or a parameter the one around it:
-        a finding names another tensor of the module where its own is missing.
-        """
-        place = self.runtime.view.place(HFName(name))
-        if place is None:
-            return name
-        if place.role in ("router", "state") or not place.leaf:
-            return place.runtime.rpartition(".")[0]
-        return place.runtime
-
-    def _apart(self, cells: Sequence[Cell]) -> list[list[Cell]]:
-        """Groups in which no module has two broken tensors."""
-        met = Counter[str]()
-        groups: dict[int, list[Cell]] = defaultdict(list)
-        for cell in cells:
-            module = self._module(cell.tensor)
-            groups[met[module]].append(cell)
-            met[module] += 1
-        return [*groups.values()]
-
-    def _loaded(self, groups: Sequence[Sequence[Cell]]) -> list[LoadAccount]:
-        with tempfile.TemporaryDirectory() as scratch:
-            asked = Path(scratch, "states.json")
-            states = [{cell.tensor: cell.spec for cell in group} for group in groups]
-            asked.write_text(json.dumps(states))
-            self.dry().load_all([replace(self.job, cures=str(asked))])
-            accounts = list[LoadAccount]()
-            for number in range(len(groups)):
-                path = Path(scratch, f"{number}.json")
-                accounts.append(LoadAccount.model_validate_json(path.read_bytes()))
-            return accounts
+    Args:
+        base: the static check of the form as it is.
+        folder: for the checkpoints, which have another tensor than the form, or lack one.
+        dry: vLLM's process.
+    """
+    jobs = []
+    for number, checkpoint in enumerate(checkpoints.values()):
+        jobs.append(Job(folder=write(folder / str(number), checkpoint), method=base.method))
+    for account in dry.load_all(jobs):
+        errors = errors_of(finding for finding, *_ in objections(account, base))
+        yield "".join(f"{error.where}: {error.says}" for error in errors[:1])
 
 
 def judged(
@@ -288,30 +205,18 @@ def judged(
     said = dict[str, str]()
     if kept.is_file():
         said = json.loads(kept.read_text())
-    job = Job(folder=folder, method=base.method)
-    if dry and "" not in said:
-        whole = errors_of(with_loads(base, dry().load_all([job])).data.findings)
-        said[""] = "".join(error.says for error in whole[:1])
-    loads = dry and DryLoads(dry, job, base, base.runtime)
-    if said.get(""):
-        print(f"{name}: vLLM refuses it as it is: {said[''][:150]}")
-        wanted = []
-    if loads:
-        said |= loads.says([cell for cell in wanted if cell.key not in said])
-    static = dict[str, str]()
-    for cell in wanted:
-        static[cell.key] = static_says(checkpoint, folder, cell)
-    # Where they part, a finding may have been about another tensor of that load.
-    parted = [cell for cell in wanted if bool(static[cell.key]) != bool(said.get(cell.key))]
-    parted = [cell for cell in parted if f"{cell.key} alone" not in said]
-    if loads and parted:
-        said |= loads.alone(parted)
-    if loads:
+    asked = {"": checkpoint} | {cell.key: cell.of(checkpoint) for cell in wanted}
+    asked = without(asked, *said)
+    if dry and asked:
+        said |= zip(asked, dry_says(base, folder / "cells", asked, dry()), strict=True)
         KEPT.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(said))
+    if said.get(""):
+        print(f"{name}: vLLM refuses it as it is: {said[''][:150]}")
+        return
     for cell in wanted:
         if cell.key in said:
-            yield cell, static[cell.key], said.get(f"{cell.key} alone", said[cell.key])
+            yield cell, static_says(checkpoint, folder, cell), said[cell.key]
 
 
 def main() -> None:
@@ -320,7 +225,6 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="every cell on which they part")
     parser.add_argument("--kept", action="store_true", help="what is kept alone: start no vLLM")
     options = parser.parse_args()
-    loader._CURES = Path(__file__).with_name("cells_in_vllm")
     counts = Counter[tuple[str, str]]()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))

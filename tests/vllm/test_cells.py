@@ -5,14 +5,12 @@ does.
 import re
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 
 import cells
 import pytest
 import releases
 from checkpoint_files import as_source
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
-from keepmtp.validate.dryload import loader
 from keepmtp.validate.dryload.loader import DryLoader
 from keepmtp.validate.facts.vllm_env import find_vllm
 
@@ -25,7 +23,6 @@ def test_the_static_check_says_what_vllm_does(monkeypatch, tmp_path):
     vllm = find_vllm()
     monkeypatch.setattr(cells, "VERSION", vllm.version)
     monkeypatch.setattr(cells, "KEPT", tmp_path / "kept")
-    monkeypatch.setattr(loader, "_CURES", Path(cells.__file__).with_name("cells_in_vllm"))
     parted = list[str]()
     seen = set[str]()
     with ExitStack() as stack:
