@@ -119,27 +119,6 @@ def top_level(tree: ast.Module) -> dict[str, ast.stmt]:
     return found
 
 
-def unresolved_imports() -> list[str]:
-    """Relative imports of the package that name no file of this checkout, or no name that the file
-    defines.
-    """
-    trees = {module_name(path): parsed(path) for path in sources()}
-    names = {module: top_level(tree) for module, tree in trees.items()}
-    missing = []
-    for path in sources():
-        package = path.relative_to(ROOT).parent.parts
-        for node in ast.walk(trees[module_name(path)]):
-            if not isinstance(node, ast.ImportFrom) or not node.level:
-                continue
-            outer = package[: len(package) - node.level + 1]
-            base = ".".join([*outer, node.module] if node.module else outer)
-            for alias in node.names:
-                is_module = f"{base}.{alias.name}".lstrip(".") in trees
-                if not is_module and alias.name not in names.get(base, {}):
-                    missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {base}.{alias.name}")
-    return missing
-
-
 def types() -> dict[str, frozenset[str]]:
     """`file:Class` and the fields it declares, for classes with four fields or more."""
     found = {}
@@ -294,7 +273,6 @@ def measures() -> dict[str, float]:
         "function length, median": round(statistics.median(lengths)),
         "functions over 100 lines": sum(length > 100 for length in lengths),
         "functions with over 8 parameters": len(wide),
-        "unresolved relative imports": len(unresolved_imports()),
     }
 
 
