@@ -55,7 +55,8 @@ NOT_SEEN = {
     "keeps what construction wrote, as padding does",
     r"\.hc_base missing$": "construction writes numbers of its own",
     r"(e_score_correction_bias|shard_\d+\.weight) as F8_E4M3$": "the model's loader casts it first",
-    r"\.qzeros as U8$": "whole numbers of any width are taken, and words of codes are no bytes",
+    r"\.(qzeros|weight) as U8$": "whole numbers of any width are taken, and codes are no such bytes",
+    r"\.weight_shape (missing|halved|as F32)$": "no kernel reads it, and the file is damaged",
 }
 # What the dry load alone calls bad, and no header can show.
 _ALONE = "the only layer of its kind here, with no other to compare it with; a release has several"
@@ -66,6 +67,7 @@ NOT_SHOWN = {
     r"\.shard_1\.weight halved$": "the last part of a table has as many rows as are left",
     r"\.attention_sink_bias missing$": "vLLM's class alone knows which layers have one",
     r"\.tid2eid as F32$": "whole numbers in F32 are the same numbers",
+    r"\.weight_shape as I32$": "no kernel reads it",
 }
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E4M3", "F8_E8M0", "U8")
 OTHER_DTYPES = {

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from ..recipes.family import HFName
-from ..recipes.forms import FIRST_SCALES, FLOATS, FORMS, FP8, TENSOR_SCALES, Form
+from ..recipes.forms import FIRST_SCALES, FLOAT_SCALES, FLOATS, FORMS, FP8, TENSOR_SCALES, Form
 from ..recipes.frozen import Shape, frozen
 from ..recipes.schemes import SCHEMES
 from .safetensors_file import Entry
@@ -243,7 +243,7 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
         if weight.dtype != "F8_E4M3":
             scheme = ""
         return stored(form=form, scheme=scheme, block=block)
-    if weight.dtype == "I8" and scale.dtype in FLOATS and scale.shape in ((n, 1), (n,)):
+    if weight.dtype == "I8" and scale.dtype in FLOAT_SCALES and scale.shape in ((n, 1), (n,)):
         return stored(form="int8", scheme="" if "weight_zero_point" in parts else "W8A8")
     if weight.dtype == "I32" and {"weight_packed", "weight_scale", "weight_shape"} <= leaves:
         width, scheme = _integers((n, k), scale, parts)

@@ -39,6 +39,8 @@ FLOATS = ("BF16", "F16", "F32")
 FP8 = ("F8_E4M3", "F8_E5M2")
 E8M0 = ("U8", "F8_E8M0")
 """Powers of two; most files call their dtype U8."""
+FLOAT_SCALES = (*FLOATS, "F8_E8M0")
+"""What vLLM's copy_ puts into a float without a change."""
 
 FIRST_SCALES = ("weight_scale_inv", "weight_scale", "scale")
 """What a convention calls the scale of a block, a row or a tensor. A weight has one of them."""
@@ -97,7 +99,7 @@ class Storage:
 # rounding does.
 _FP8 = Storage(
     dtypes=("F8_E4M3",),
-    scales=("F32", "BF16", "F16"),
+    scales=FLOAT_SCALES,
     written="BF16",
     format="float-quantized",
     largest=448.0,
@@ -105,7 +107,7 @@ _FP8 = Storage(
 )
 # DeepGEMM asserts float32 block scales; BF16 ones fail at the first forward on Hopper and
 # Blackwell.
-_FP8_BLOCKS = replace(_FP8, scales=("F32", "BF16", "F16", "F8_E8M0"), written="F32")
+_FP8_BLOCKS = replace(_FP8, written="F32")
 _NVFP4 = Storage(
     leaf="weight_packed",
     dtypes=("U8",),
@@ -146,7 +148,7 @@ FORMS: Mapping[Form, Storage] = MappingProxyType(
             leaf="weight_packed",
             dtypes=("I32",),
             codes=0,
-            scales=FLOATS,
+            scales=FLOAT_SCALES,
             written="BF16",
             format="pack-quantized",
             others=("weight_shape", "weight_zero_point", "weight_g_idx"),
@@ -154,7 +156,7 @@ FORMS: Mapping[Form, Storage] = MappingProxyType(
         ),
         "int8": Storage(
             dtypes=("I8",),
-            scales=FLOATS,
+            scales=FLOAT_SCALES,
             written="BF16",
             format="int-quantized",
             others=("weight_zero_point",),

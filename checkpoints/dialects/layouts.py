@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...recipes.family import HFName
-from ...recipes.forms import FIRST_SCALES, FLOATS, FORMS, NOT_COMPUTED, TENSOR_SCALES, TRANSPOSED
+from ...recipes.forms import (
+    FIRST_SCALES,
+    FLOAT_SCALES,
+    FORMS,
+    NOT_COMPUTED,
+    TENSOR_SCALES,
+    TRANSPOSED,
+)
 from ...recipes.frozen import Shape
 from ..safetensors_file import Entry
 from ..stored import StoredWeight
@@ -161,7 +168,8 @@ def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
     return {
         leaf: (storage.dtypes, ()),
         _scale_leaf(built): (built.scales or storage.scales, tuple(scale_shapes)),
-        **dict.fromkeys(TENSOR_SCALES, (FLOATS, _ONE_VALUE)),
+        **dict.fromkeys(TENSOR_SCALES, (FLOAT_SCALES, _ONE_VALUE)),
+        "weight_shape": (("I64", "I32"), ((2,),)),
         # Codes that mean 0, packed along the outputs.
         "weight_zero_point": (("I32",), ((-(-n * built.bits // 32), groups),)),
     }
@@ -179,7 +187,7 @@ def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
     groups = inputs // (built.group_size or inputs or 1)
     return {
         "qweight": (FORMS[built.form].dtypes, (packed,)),
-        "scales": ((*FLOATS, "F8_E8M0"), ((groups, outputs),)),
+        "scales": (FLOAT_SCALES, ((groups, outputs),)),
         "qzeros": (("I32",), ((groups, outputs // pack),)),
     }
 
