@@ -278,29 +278,19 @@ def check_all(
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
     from .recipes.tensor_parallel import Split
-    from .validate.check.check import examine
-    from .validate.check.pair import opened_draft, with_draft
-
-    paths = [str(place) for place in places]
-    splits = [Split(tp) if isinstance(tp, int) else tp for tp in tps]
-    if not gpus:
-        for path in paths:
-            checked = examine(path, runtimes=runtimes, splits=splits)
-            if draft and checked.source is not None:
-                checked = with_draft(checked, opened_draft(draft))
-            yield checked
-        return
     from .validate.dryload.check_on import check_on
     from .validate.dryload.versions import had_vllms
     from .validate.facts.vllm_env import find_vllm
 
     progress = progress or silent
-    chosen, missing = had_vllms(vllms, find_vllm(), progress=progress)
+    chosen = missing = []
+    if gpus:
+        chosen, missing = had_vllms(vllms, find_vllm(), progress=progress)
     loaded = check_on(
-        paths,
+        [str(place) for place in places],
         vllms=chosen,
         gpus=gpus,
-        splits=splits,
+        splits=[Split(tp) if isinstance(tp, int) else tp for tp in tps],
         num_drafts=num_drafts,
         draft=draft,
         runtimes=runtimes,

@@ -119,15 +119,11 @@ def cures_that_end(site: Path, version: str) -> Iterator[tuple[str, str]]:
         if not holds(defect.get("versions", ""), version):
             yield name, f"the defect is not in {version}: {defect['versions']}"
             continue
-        hashes = dict[str, str]()
-        for module in cure.modules:
-            if own := source_hash(site / f"{module.replace('.', '/')}.py", cure.names):
-                hashes[module] = own
-        if not hashes:
-            yield name, f"gone: {', '.join(cure.names)} of {' or '.join(cure.modules)}"
-        for module, own in hashes.items():
-            if own not in cure.hashes:
-                yield name, f"{module} has {own}: read it, then add the hash or end `versions`"
+        own = source_hash(site / f"{cure.module.replace('.', '/')}.py", cure.names)
+        if not own:
+            yield name, f"gone: {', '.join(cure.names)} of {cure.module}"
+        elif own not in cure.hashes:
+            yield name, f"{cure.module} has {own}: read it, then add the hash or end `versions`"
 
 
 def cells_of(vllm: VLLM) -> dict[str, str]:

@@ -27,10 +27,9 @@ COLUMNS = {
     "families": ("family", "plan", "check", "backbone", "mtp", "proof"),
 }
 _TITLES = {
-    "models": "models (`keepmtp quantize RECIPE`; default: what the bare model name means)",
+    "models": "models (default: what the bare model name means)",
     "schemes": "schemes (bits: per weight, on disk)",
-    "families": "families (backbone, mtp: can be calibrated; proof: what the draft was compared "
-    "with; why not, and notes: --json, and docs/tables/families.md)",
+    "families": "families (what can be calibrated: docs/tables/families.md)",
 }
 _LEAST_WIDTH = 40
 _BATCHES = {True: "needed", False: "-"}

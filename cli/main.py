@@ -63,24 +63,24 @@ VERBS: Mapping[str, str] = {
 # What an older release had, a verb or `VERB --option`, and what does it now: for one release.
 WENT: Mapping[str, str] = {
     "explain": "Use keepmtp check PATH --modules",
-    "all": "Use make all, or keepmtp quantize, check, eval and card",
-    "convert": "Use keepmtp quantize PATH --set format=modelopt, or format=compressed-tensors",
+    "all": "Use make all",
+    "convert": "Use keepmtp quantize PATH --set format=modelopt",
     "graft": "Use keepmtp fix PATH --from RELEASE --out NEW",
     "extra": "Run keepmtp quantize, which names what is missing",
     "where": "Name the folder: keepmtp quantize MODEL --out FOLDER",
-    "report": "Use keepmtp card PATH, which writes its page too",
+    "report": "Use keepmtp card PATH",
     "serve-check": "Use keepmtp eval PATH --only acceptance,lossless",
     "closeness": "Use keepmtp eval PATH --only closeness",
     "gate": "Use keepmtp eval PATH --only gates",
-    "check --html": "Use keepmtp check PATH --json, or --record and then keepmtp card PATH",
+    "check --html": "Use keepmtp check PATH --record, then card",
     "eval --run-model-code": "Run humaneval by lm-eval itself, against keepmtp serve",
     "eval --no-plain": "Leave lossless out of --only",
     **dict.fromkeys(
         [f"eval --{name}" for name in ("shots", "api", "concurrency", "seed", "prefix-caching")],
-        "Write it into the recipe's evaluation block, and name the recipe with --recipe",
+        "Write it into the recipe's evaluation block",
     ),
-    "serve --every": "Read vLLM's own log, which counts accepted drafts every ten seconds",
-    "serve --log": "Redirect what it prints: keepmtp serve PATH 2>&1 | tee FILE",
+    "serve --every": "Read vLLM's own log",
+    "serve --log": "Redirect what it prints",
 }
 # What the same command does once more, where one was stopped by Ctrl-C or a signal.
 _GOES_ON = ("quantize", "fix", "eval", "bench", "publish")

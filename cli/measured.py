@@ -59,10 +59,8 @@ def benched(found: BenchFact) -> Iterator[RenderableType]:
             yield how_served(benched.role, benched.as_served, benched.reason)
     yield from found.notes()
     yield (
-        "tok/s: generated tokens a second, ± half the distance from the slowest to the fastest "
-        "repetition; best: the k that is recommended; first, each: milliseconds to the first token "
-        "and to each further one, medians; by position: drafted tokens that were accepted; length: "
-        "tokens a step of the target."
+        "tok/s: ± half the distance from slowest to fastest; first, each: milliseconds to the "
+        "first token and to each further one; length: tokens a step of the target."
     )
     form = "as texts"
     if found.checkpoint.form == "chat":
@@ -71,7 +69,6 @@ def benched(found: BenchFact) -> Iterator[RenderableType]:
         f"{counted(found.num_prompts, 'prompt')} of {found.prompts}, {form}, greedily; answers end "
         f"by themselves or after {found.output_tokens:,} tokens."
     )
-    yield "Each server was started once: what changed on the machine between them does not show."
     yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
 
 
@@ -82,15 +79,7 @@ def calibrated(fact: CalibrationFact) -> Iterator[RenderableType]:
     if search:
         title = f"plans for {search.budget}, measured on held-out text before calibration"
         yield drawn(title, tables.plans(search))
-        yield f"{search.units:,} units were searched."
-        yield (
-            "The recipe that was found is recipe.yaml in the output; it can be edited, and runs "
-            "without a search."
-        )
-        yield (
-            "bits: of weights and scales, for each weight; kept: part of the release's acceptance; "
-            "lost: nats of it, where a loss against another plan is shown."
-        )
+        yield "The recipe that was found is recipe.yaml in the output."
         yield ""
     if fact.candidates:
         title = "candidates for the MTP block"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..checkpoints.fact import Fact
 from ..checkpoints.identity import Identity, identify
@@ -29,7 +29,7 @@ from ..recipes.find import find_recipe
 from ..recipes.protocol import Evaluation, Gates
 from ..validate.check.check import Checked
 from ..validate.check.pair import as_of_draft
-from ..validate.facts.results import CheckData, now, report_folder, write_result
+from ..validate.facts.results import now, report_folder, write_result
 from ..validate.facts.schema import JudgementFact
 from ..validate.facts.served import Role
 from ..validate.measure.cures import switched_on, told
@@ -244,42 +244,11 @@ class Session:
             return judgement
         checked = static(checkpoint.source, source=compared, target=target).data
         judgement = judge(check=checked, **facts, **how)
-        found = {"judgement": judgement, **facts}
-        save(
-            self.out,
-            checked,
-            vllm=vllm,
-            opened=checkpoint.source,
-            source=compared,
-            **cast(Any, found),
-        )
+        made: Any = {"judgement": judgement, **facts}
+        data = check_data(checked, opened=checkpoint.source, source=compared)
+        report = reports.assemble(data, vllm=vllm, made_at=now(), **made)
+        reports.write(self.out, report)
         return judgement
-
-
-def save(
-    folder: Path,
-    found: CheckData,
-    *,
-    vllm: str,
-    opened: Source | None = None,
-    source: Source | None = None,
-    **measured: Any,
-) -> Path:
-    """Write report.json of one checkpoint; returns its path.
-
-    Args:
-        folder: made if need be; an older report in it is replaced.
-        found: the check, dry loads included.
-        vllm: the version that judged, or that the rules describe.
-        opened: the checkpoint; None where it could not be read.
-        source: what it was made from, for sizes before and after.
-        measured: more facts, as `assemble` names them.
-    """
-    data = check_data(found, opened=opened, source=source)
-    return reports.write(
-        folder,
-        reports.assemble(data, vllm=vllm, made_at=now(), **measured),
-    )
 
 
 def recorder(paths: list[str], draft: str = "") -> Callable[[Checked], Path]:

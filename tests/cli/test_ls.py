@@ -52,8 +52,8 @@ def test_what_is_asked_for_by_name_is_said_whole():
     """A model, one of its recipes, the schemes."""
     assert_shows(
         ran("ls tiny-glm4-moe", COLUMNS="200"),
-        "models (`keepmtp quantize RECIPE`; default: what the bare model name means), family "
-        "glm4_moe, source models/tiny-glm4-moe",
+        "models (default: what the bare model name means), family glm4_moe, source "
+        "models/tiny-glm4-moe",
         "tiny-glm4-moe.w4a16-fp8 * - W4A16 experts, FP8_BLOCK elsewhere, MTP block BF16; no",
         "tiny-glm4-moe.fp8-kv needed FP8, MTP block BF16, FP8 KV cache",
     )

@@ -22,7 +22,7 @@ from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
 from ...recipes.frozen import Say, silent
 from ...recipes.runtimes import Runtime
-from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
+from ...recipes.runtimes.vllm import KNOWN, NEWEST, is_known, parsed
 from ...recipes.tensor_parallel import Split
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.pair import opened_draft, with_draft
@@ -55,7 +55,7 @@ def check_on(
     Args:
         paths: folders or Hub ids.
         vllms: the versions that load them.
-        gpus: GPUs to pretend.
+        gpus: GPUs to pretend; without any nothing is loaded.
         splits: how ranks share it; rank 0 of each is built.
         num_drafts: num_speculative_tokens.
         draft: folder or Hub id of a draft model with a checkpoint of its own.
@@ -69,7 +69,7 @@ def check_on(
         CheckpointError: the separate draft cannot be read.
     """
     # The static check has the rules of one version, the newest that loads.
-    rules = max([vllm.version for vllm in vllms], key=parsed)
+    rules = max([vllm.version for vllm in vllms], key=parsed, default=NEWEST)
     with ExitStack() as stack:
         # vLLM's processes import while the headers are read.
         needed = len(vllms) * len(gpus) * _PROCESS_BYTES
@@ -80,14 +80,19 @@ def check_on(
         draft_folder = None
         if draft:
             separate = opened_draft(draft, vllm=rules)
+        if separate is not None and gpus:
             draft_folder = stack.enter_context(headers_of(separate.readable()))
         for path in paths:
             progress(f"{path}: static check")
             checked = examine(path, runtimes=runtimes, vllm=rules, splits=splits)
             source = checked.source
+            if separate is not None and source is not None:
+                # With a draft's own checkpoint the target needs no family's table.
+                checked = with_draft(checked, separate)
             # vLLM would fail on its files as well, or keepmtp knows no draft of it.
             is_dspark = source is not None and has_dspark(source.config, source.entries)
-            if source is None or (not draft and is_dspark and checked.runtime is None):
+            is_unknown = not draft and is_dspark and checked.runtime is None
+            if source is None or is_unknown or not gpus:
                 yield checked
                 continue
             if checked.runtime is not None and checked.runtime.is_draft_alone:
@@ -100,9 +105,6 @@ def check_on(
             family = [each for each in checked.data.findings if each.rule == "family"]
             has_none = not draft and [each.severity for each in family] == ["warning"]
             k = 0 if has_none else num_drafts
-            if separate is not None:
-                # With a draft's own checkpoint the target needs no family's table.
-                checked = with_draft(checked, separate)
             with headers_of(source) as folder:
                 job = Job(folder=folder, num_drafts=k, method=checked.method, draft=draft_folder)
                 cases = list[Case]()

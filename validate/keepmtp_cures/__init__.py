@@ -49,13 +49,13 @@ class Cure:
 
     Attributes:
         apply: mends a module that was imported.
-        modules: of vLLM; several where versions have the piece in different ones.
+        module: of vLLM.
         names: what is replaced there, such as "Step3p5MTP.load_weights".
         hashes: of their sources, one for each text that the cure was written against.
     """
 
     apply: Callable[[Any], None]
-    modules: tuple[str, ...]
+    module: str
     names: tuple[str, ...]
     hashes: tuple[str, ...]
 
@@ -71,13 +71,13 @@ Waiting = dict[str, dict[str, Cure]]
 """Module -> the cures that wait for its import, by name."""
 
 
-def mends(modules: str, *names: str, hashes: str) -> Callable[[Callable[[Any], None]], Cure]:
-    """Make a function a `Cure`; modules and hashes have spaces between them. benchmarks/follow.py
-    prints the hashes of another version.
+def mends(module: str, *names: str, hashes: str) -> Callable[[Callable[[Any], None]], Cure]:
+    """Make a function a `Cure`; hashes have spaces between them. benchmarks/follow.py prints those
+    of another version.
     """
 
     def cure(apply: Callable[[Any], None]) -> Cure:
-        return Cure(apply, tuple(modules.split()), names, tuple(hashes.split()))
+        return Cure(apply, module, names, tuple(hashes.split()))
 
     return cure
 
@@ -110,8 +110,7 @@ def mend(chosen: str, version: str = "") -> None:
     waiting: Waiting = defaultdict(dict)
     for name in _that_apply(chosen, version or _own_version()):
         cure = found(name)
-        for module in cure.modules:
-            waiting[module][name] = cure
+        waiting[cure.module][name] = cure
     sys.meta_path.insert(0, _Finder(waiting))  # first: a cure may import a module with another
     for name in [*waiting]:
         if name in sys.modules:
@@ -192,8 +191,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _apply(module: Any, cures: dict[str, Cure]) -> None:
     for name, cure in cures.items():
         other = cure.refused(str(module.__file__))
-        if other == "none" and len(cure.modules) > 1:
-            continue  # this version has it in the other module
         if other:
             _say(name, f"{module.__name__} is not the source that it was written for: {other}")
             continue

@@ -24,7 +24,7 @@ def longcat_target(module: Any) -> None:
 
 
 @mends(
-    "vllm.models.qwen4_exp.nvidia.ngram_embedding vllm.models.qwen4_exp.common.ngram_embedding",
+    "vllm.models.qwen4_exp.common.ngram_embedding",
     "Qwen4ExpPLEEmbeddingMethod.from_quant_config",
     hashes="d27627def61a",
 )

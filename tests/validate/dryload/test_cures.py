@@ -33,7 +33,7 @@ def toy(tmp_path: Path, monkeypatch) -> Any:
     file = tmp_path / f"{MODULE}.py"
     cures = Cures()
     file.write_text(SOURCE)
-    fits = Cure(mended, (MODULE,), ("Draft.load",), (source_hash(file, ["Draft.load"]),))
+    fits = Cure(mended, MODULE, ("Draft.load",), (source_hash(file, ["Draft.load"]),))
     cures[NAME] = fits
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
@@ -101,7 +101,7 @@ def test_what_is_not_is_left_alone_and_a_line_says_why(chosen, version, change, 
 
 def test_a_module_that_is_never_imported_costs_nothing(toy):
     _, cures, fits = toy
-    another(modules=("toy_never_imported",))(cures, fits)
+    another(module="toy_never_imported")(cures, fits)
     assert toy[0]() == "as it is" and keepmtp_cures.OUTCOMES == {}
 
 
@@ -129,5 +129,5 @@ def test_no_two_cures_replace_the_same():
     replaced = []
     for row in keepmtp_cures.defects():
         cure = keepmtp_cures.found(row["cure_in_vllm"])
-        replaced += [(module, name) for module in cure.modules for name in cure.names]
+        replaced += [(cure.module, name) for name in cure.names]
     assert len(replaced) == len({*replaced})
