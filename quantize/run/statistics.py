@@ -12,7 +12,6 @@ drafts and answers are noise.
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -25,16 +24,12 @@ from torch import Tensor
 from ...checkpoints.files import fresh, making, unwritable
 from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header, sort_metadata
 from ...checkpoints.values import typed
-from ...recipes.conventions import CACHE_LEAVES
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
-from ...recipes.forms import TENSOR_SCALES
 from ...recipes.frozen import frozen
-from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
-from ..plan.tensor_plan import Output, TensorPlan, outputs_of
+from ..plan.tensor_plan import Output, TensorPlan
 
-_ONE_VALUE = (*TENSOR_SCALES, *CACHE_LEAVES)
 _SUMS = "sha256"  # in a file's metadata: of every tensor
 
 
@@ -152,14 +147,12 @@ def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str])
 
 
 def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
-    """Compare what a plan takes from calibration with what is there, both ways, and check the
-    scales of whole tensors.
+    """Compare what a plan takes from calibration with what is there, both ways. Values are judged
+    in the output, before it gets its name.
 
     Raises:
         RecipeError: the plan needs statistics, and there are none.
-        CheckpointError: a tensor is missing, unknown, or not of the planned dtype and shape; a
-            scale is no positive number; modules that are one at run time have different global
-            scales.
+        CheckpointError: a tensor is missing, unknown, or not of the planned dtype and shape.
     """
     if statistics is None:
         if plan.needs_calibration:
@@ -182,7 +175,6 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
         if (entry.dtype, entry.shape) != (wanted.dtype, wanted.shape):
             rule = f"{name} must be {wanted.dtype}{list(wanted.shape)}"
             raise _refusal(path, rule, f"{entry.dtype}{list(entry.shape)}")
-    _refuse_scales(plan, statistics)
 
 
 def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, Output]:
@@ -205,39 +197,6 @@ def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, O
             cure = cure_of(statistics.folder / kind)
             raise CheckpointError(statistics.folder, rule, got="no such tensor", cure=cure)
     return found
-
-
-def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
-    """NaN activations end up here; and vLLM keeps one global scale where modules are fused."""
-    scales = dict[HFName, float]()
-    for name in statistics:
-        if name.rpartition(".")[2] in _ONE_VALUE:
-            scales[name] = value = statistics.read(name).item()
-            if not 0 < value < math.inf:
-                raise CheckpointError(
-                    statistics.path_of(name),
-                    f"{name} must be a positive number",
-                    got=value,
-                    cure="The activations or weights of this module are not finite: choose a "
-                    "data-free scheme for it",
-                )
-    for unit in plan.units:
-        if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
-            continue
-        first = dict[tuple[str, str], HFName]()
-        for name, *_ in outputs_of(unit):
-            if name not in scales:
-                continue
-            # Members of a fused group have one parent; a stacked unit holds one group an expert.
-            module, _, leaf = name.rpartition(".")
-            other = first.setdefault((module.rpartition(".")[0], leaf), name)
-            if scales[other] != scales[name]:
-                raise CheckpointError(
-                    statistics.folder,
-                    f"{other} and {name} must be equal: vLLM fuses their modules",
-                    got=f"{scales[other]} and {scales[name]}",
-                    cure=cure_of(statistics.path_of(name)),
-                )
 
 
 def _read(path: Path) -> FileHeader:
