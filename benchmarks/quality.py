@@ -1,8 +1,7 @@
 """What ten variants of tiny-docs keep, and a peer's own run, judged on the same held-out text:
 docs/tables/quality.md.
 
-    python benchmarks/quality.py                    runs every row, then writes the page
-    python benchmarks/quality.py --only nvfp4,fp8   these rows alone; the page keeps the others
+    python benchmarks/quality.py
 
 In: `ROWS`, each a shipped variant with some keys changed. Out: the table of docs/tables/quality.md, and
 its figures in docs/tables/quality.json. Each row is a recipe file, a run on one core, and a finished
@@ -121,28 +120,21 @@ ROWS = {
 
 def main() -> None:
     """Run, judge, write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", help="rows, with commas; the page keeps the others as they are")
-    chosen = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
     # Not at import: tests import this module, and their children inherit the environment.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.chdir(ROOT)
-    keys = set(ROWS)
-    if chosen.only:
-        keys = {"nvfp4", *chosen.only.split(",")}
-        keys |= {ROWS[key].base for key in keys}
     with tempfile.TemporaryDirectory() as folder:
-        found = {key: row for key, row in ROWS.items() if key in keys}
-        write_page(measured(found, Path(folder)))
+        write_page(measured(Path(folder)))
 
 
-def measured(rows: Mapping[str, Row], folder: Path) -> dict[str, Any]:
+def measured(folder: Path) -> dict[str, Any]:
     """The figures: by row, each with its value and the reach of its interval."""
     judge = Judge(RELEASE, find_recipe(MODEL, scheme="nvfp4")[0], held_out(), folder / "states")
     release = judge.release
     readings, seconds = {"release": release}, {"release": 0.0}
-    for key, row in rows.items():
+    for key, row in ROWS.items():
         print(row.title, flush=True)
         recipe, out = recipe_text(key, row), folder / key
         if row.is_peers:
@@ -157,8 +149,8 @@ def measured(rows: Mapping[str, Row], folder: Path) -> dict[str, Any]:
     found = {}
     for key, own in readings.items():
         base = None
-        if key != "release" and rows[key].base:
-            base = readings[rows[key].base]
+        if key != "release" and ROWS[key].base:
+            base = readings[ROWS[key].base]
         time_of_nvfp4 = round(seconds[key] / seconds["nvfp4"], 2)
         found[key] = {**figures_of(own, release, base), "time": time_of_nvfp4}
     accepted = release.acceptance
@@ -271,13 +263,7 @@ def _short(value: float, digits: int = 4) -> float:
 
 
 def write_page(figures: dict[str, Any]) -> None:
-    """Write the figures and the table; rows that were not run stay as they are, if the same
-    versions made them.
-    """
-    stored = json.loads((DOCS / "quality.json").read_text())
-    if stored["versions"] == figures["versions"]:
-        rows = stored["rows"] | figures["rows"]
-        figures["rows"] = {key: rows[key] for key in ("release", *ROWS) if key in rows}
+    """Write the figures and the table."""
     (DOCS / "quality.json").write_text(json.dumps(figures, indent=1) + "\n")
     page = DOCS / "quality.md"
     before, _, rest = page.read_text().partition(BEGIN)
