@@ -245,26 +245,11 @@ def dense_forms(tree: ast.Module) -> int:
     return sum(is_dense(node) for node in ast.walk(tree))
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many values a caller may hand in."""
-    words = function.args
-    return len(words.posonlyargs) + len(words.args) + len(words.kwonlyargs)
-
-
-def is_verb(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether the parameters are the options of a verb of the command line."""
-    return any(
-        "typer" in ast.unparse(each) or "Annotated" in ast.unparse(each)
-        for each in ast.walk(function.args)
-    )
-
-
 def measures() -> dict[str, float]:
     """Every figure by name."""
     trees = [parsed(path) for path in sources()]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
     lengths = [(node.end_lineno or 0) - node.lineno + 1 for node in functions]
-    wide = [each for each in functions if parameters(each) > 8 and not is_verb(each)]
     code = sum(map(code_tokens, sources()))
     return {
         "tokens of the package": sum(tokens_by_room().values()),
@@ -272,7 +257,6 @@ def measures() -> dict[str, float]:
         "dense forms in 1,000 tokens": round(1000 * sum(map(dense_forms, trees)) / code, 2),
         "function length, median": round(statistics.median(lengths)),
         "functions over 100 lines": sum(length > 100 for length in lengths),
-        "functions with over 8 parameters": len(wide),
     }
 
 
