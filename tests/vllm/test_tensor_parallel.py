@@ -1,5 +1,5 @@
 """The tensor-parallel sizes that a plan names are those at which vLLM loads what it writes; and each
-command of the pages loads, at full size, where the page says that it runs.
+command of the pages loads, at its true widths, where the page says that it runs.
 """
 
 from pathlib import Path
@@ -52,6 +52,7 @@ def test_a_plan_knows_the_sizes_at_which_vllm_loads(name, dry_loader, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.few(1, 5)  # each scheme, and each model with two of them
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("model", ["glm-4.7", "qwen3-next-80b"])
 def test_one_scheme_for_all(model, scheme, dry_loader, tmp_path):
@@ -63,7 +64,7 @@ def test_one_scheme_for_all(model, scheme, dry_loader, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_a_command_of_the_pages_loads_where_it_says(command, dry_loader, tmp_path):
-    folder = write(tmp_path / "made", outputs_of(plan_of_recipe(command.recipe, "full")))
+    folder = write(tmp_path / "made", outputs_of(plan_of_recipe(command.recipe, "thin")))
     place = {"vllms": [find_vllm()], "gpus": [command.gpu], "splits": [Split(command.tp)]}
     (checked,) = check_on([str(folder)], **place)
     assert checked.data.ok, checked.data.findings
