@@ -49,8 +49,7 @@ Of those with a star, keepmtp's draft is written from vLLM's code and was not co
 
 """
 COLUMNS = 118
-# (accepted, drafted) in vLLM 0.32.0 on a CPU: tests/vllm/serve.py with the four prompts of
-# test_tiny_models.py. tests/vllm/test_serve.py serves the same two checkpoints, and compares.
+# (accepted, drafted) in vLLM 0.32.0 on a CPU: tests/vllm/test_tiny_models.py compares.
 ACCEPTED = {"right": (57, 57), "wrong": (0, 114)}
 THEME = TerminalTheme(*table("helpers/theme"))
 SVG = """\

@@ -31,7 +31,7 @@ from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.measure.tasks import Tasks
 from keepmtp.validate.report.report import verify
-from processes import MARK, marked
+from processes import MARK, marked, none_left
 from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source, measure
 from releases import made_of
 from task_rows import TASK_ROWS
@@ -39,6 +39,7 @@ from wheel import stranger
 
 NUM = 400
 NOISE = 1.0  # as a share of a scale, standard deviation
+WORDS = ("--max-num-batched-tokens", "2048", *UNIPROC)  # for vLLM
 
 pytestmark = NEEDS_VLLM
 
@@ -63,11 +64,11 @@ def keepmtp(installed) -> Keepmtp:
 
 
 def evaluated(
-    keepmtp: Keepmtp, made: Path, *more: str, only: str = "tasks,lossless", status: int = 0
+    keepmtp: Keepmtp, made: Path, *, only: str, status: int = 0, **changes: str
 ) -> subprocess.CompletedProcess[str]:
     """The recipe's own protocol."""
-    words = f"eval {made} --only {only} --timeout 400 --json".split()
-    return keepmtp(*words, *more, "--", *UNIPROC, status=status)
+    words = f"eval {made} --only {only} --timeout 400 --json --".split()
+    return keepmtp(*words, *WORDS, status=status, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,10 @@ def made(keepmtp, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(keepmtp, made) -> dict:
-    """Source and checkpoint, by the command line."""
-    done = evaluated(keepmtp, made)
+    """Source and checkpoint, by the command line; none of its processes is left."""
+    mark = uuid4().hex
+    done = evaluated(keepmtp, made, only="acceptance,tasks,lossless", **{MARK: mark})
+    none_left(mark)
     assert (
         '"role": "source", "doing": ""' in done.stderr
         and '"role": "checkpoint", "doing": ""' in done.stderr
@@ -154,6 +157,21 @@ def test_source_and_checkpoint_score_well_above_zero(made, found):
 
 
 @pytest.mark.full
+def test_each_is_served_with_drafts_and_without(found):
+    served = found["serve"]
+    assert Path(served["source"]["path"]).resolve() == GLM, "found by keepmtp.json's record"
+    for one in (served["source"], served["checkpoint"]):
+        plain, drafted = one["runs"]
+        assert (plain["k"], drafted["k"]) == (0, 3)
+        assert plain["drafts"] == 0 and drafted["drafts"] > 20 and drafted["acceptance"] > 0.85
+        assert drafted["accepted_tokens"] == sum(drafted["accepted_per_position"])
+        assert plain["tokens_per_second"] > 0 and drafted["speed_up"] > 0
+        logs = [Path(run["log"]).read_text() for run in one["runs"]]
+        assert ["'method': 'mtp'" in log for log in logs] == [False, True]
+        assert all("max_num_batched_tokens': 2048" in log for log in logs)
+
+
+@pytest.mark.full
 def test_with_mtp_off_the_checkpoint_answers_the_same(found):
     """The third arm: the checkpoint's own bytes, greedy, with nothing drafted."""
     plain = found["evaluation"]["plain"]
@@ -182,7 +200,7 @@ def run_all(keepmtp: Keepmtp, made: Path, cwd: Path = ROOT) -> tuple[int, list[s
     ):
         verb, *words = line.split()
         if verb == "eval":
-            words += UNIPROC
+            words += WORDS
         done = keepmtp(verb, *words, cwd=cwd)
         verbs.append(verb)
         said += done.stdout + done.stderr

@@ -2,14 +2,16 @@
 CPU.
 
 Acceptance decides: greedy texts stay right however broken a draft is. One process serves all
-checkpoints in turn. test_serve.py serves the default recipe of tiny-qwen3_5 and its broken twin by
-the command.
+checkpoints in turn.
 """
 
 import pytest
 from commands import ROOT
+from keepmtp.validate.check.check import examine
+from readme import ACCEPTED
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, QWEN, asked_values, in_vllm
 from releases import made_of
+from written_values import broken
 
 QUESTION = (
     "Question: {0} has {2} {1}. {0} buys {3} more {1}. How many {1} does {0} have now?\nAnswer:"
@@ -27,7 +29,10 @@ SOURCES = (GLM.name, QWEN.name)
 MADE = {
     "qwen-w8a8-mtp-fp8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "FP8_DYNAMIC"}),
     "glm-fp8": ("tiny-glm4-moe", {"scheme": "fp8-dynamic"}),
+    "qwen-fp8": ("tiny-qwen3_5", {}),
 }
+# The same bytes as qwen-fp8, its BF16 draft claimed by the FP8 group: an ignore list in wrong names.
+TWIN = "qwen-fp8, ignore list broken"
 if HAS_AVX512:  # its W4A16 kernel needs it
     MADE["qwen-fp8-mtp-w4a16"] = ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"})
     MADE["glm-w4a16"] = ("tiny-glm4-moe", {"scheme": "w4a16"})
@@ -45,6 +50,10 @@ def served(request, tmp_path_factory) -> dict[str, dict]:
     for name in asked & {*MADE}:
         model, choices = MADE[name]
         folders[name] = made_of(model, made / name, source=str(ROOT / "models" / model), **choices)
+    if "qwen-fp8" in asked:
+        folders[TWIN] = broken(folders["qwen-fp8"], made / "twin")
+        checked = examine(folders[TWIN]).data
+        assert any(finding.where.startswith("mtp.layers.0.") for finding in checked.findings)
     jobs = [{"folder": str(each), "prompts": PROMPTS, "num_drafts": 1} for each in folders.values()]
     return dict(zip(folders, in_vllm("serve.py", jobs), strict=True))
 
@@ -72,3 +81,14 @@ def test_quantized_models_keep_their_draft(served, name):
     """At least 97 % of the source's acceptance, and the same answers."""
     assert acceptance(served[name]) >= 0.97 * acceptance(served[MADE[name][0]])
     assert answers(served[name]) == ANSWERS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen-fp8"])
+def test_its_twin_with_a_broken_ignore_list_answers_right_and_drafts_in_vain(served, name):
+    """vLLM loads it without a word; what the README's picture shows of the two."""
+    wrong = served[TWIN]
+    assert answers(wrong) == ANSWERS and wrong["accepted_tokens"] == 0
+    found = {"right": acceptance(served[name]), "wrong": acceptance(wrong)}
+    shown = {word: accepted / drafted for word, (accepted, drafted) in ACCEPTED.items()}
+    assert found == pytest.approx(shown, abs=0.05)
