@@ -24,6 +24,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
@@ -128,7 +129,7 @@ def cures_that_end(site: Path, version: str) -> Iterator[tuple[str, str]]:
 
 def cells_of(vllm: VLLM) -> dict[str, str]:
     """`model, variant` -> "loads", or why not."""
-    cells = run((GPU,), (1,), VARIANTS, vllm)
+    cells = run(product(MODELS, VARIANTS), (GPU,), (1,), vllm)
     return {
         f"{model}, {variant}": of_version(text, vllm)
         for (model, variant, *_), text in cells.items()

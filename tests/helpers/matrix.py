@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -75,13 +76,13 @@ VARIANTS = {
 }
 
 
-def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str], vllm: VLLM) -> Cells:
-    """Judge every combination; one vLLM process a GPU."""
+def run(
+    checkpoints: Iterable[tuple[str, str]], gpus: Iterable[GPU], tps: tuple[int, ...], vllm: VLLM
+) -> Cells:
+    """Judge each (model, variant) on every GPU at every TP size; one vLLM process a GPU."""
     cells, made, refused = Cells(), {}, {}
     with tempfile.TemporaryDirectory() as scratch:
-        for model, variant in (
-            (model, variant) for model in releases.MODELS for variant in variants
-        ):
+        for model, variant in checkpoints:
             try:
                 checkpoint = VARIANTS[variant](model)
             except RecipeError as refusal:
@@ -171,7 +172,7 @@ def counted(cells: Cells) -> tuple[int, int]:
 
 def main() -> None:
     vllm = find_vllm()
-    cells = run(COLUMNS, TPS, VARIANTS, vllm)
+    cells = run(product(releases.MODELS, VARIANTS), COLUMNS, TPS, vllm)
     DOCS.write_text(markdown(cells, vllm.version))
     loaded, cured = counted(cells)
     told = f"{loaded} of {len(cells)} load, {loaded + cured} with cures"
