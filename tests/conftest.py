@@ -116,22 +116,28 @@ def in_f32() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory) -> Path:
-    """keepmtp's wheel."""
-    return wheel.build(tmp_path_factory.mktemp("wheel"))
+def for_all(tmp_path_factory) -> Path:
+    """A folder in which the first worker that asks makes something for all."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
-def installed(built, tmp_path_factory) -> Callable[[str], Path]:
-    """The bin folder of an environment that has one extra of the wheel and nothing else; the first
-    worker that asks makes it for all.
-    """
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
+def built(for_all) -> Path:
+    """keepmtp's wheel."""
+    folder = for_all / "wheel"
+    with FileLock(f"{folder}.lock"):
+        for path in folder.glob("*.whl"):
+            return path
+        return wheel.build(folder)
+
+
+@pytest.fixture(scope="session")
+def installed(built, for_all) -> Callable[[str], Path]:
+    """The bin folder of an environment that has one extra of the wheel and nothing else."""
 
     def install(extra: str) -> Path:
-        folder = shared / f"env-{extra}"
+        folder = for_all / f"env-{extra}"
         with FileLock(f"{folder}.lock"):
             if not (folder / "bin" / "keepmtp").exists():
                 wheel.install(built, extra, folder)

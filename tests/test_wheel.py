@@ -39,13 +39,8 @@ def extra(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
-    """The command of that environment, in a folder of its own. What a test writes there, later ones
-    find.
-    """
-    bin = installed(extra)
-    folder = tmp_path_factory.mktemp("elsewhere")
+def command(bin: Path, folder: Path) -> Keepmtp:
+    """The command of an environment, in a folder."""
 
     def run(words: str, *, calibrates: bool = False) -> subprocess.CompletedProcess[str]:
         start = [bin / "keepmtp"]
@@ -60,6 +55,12 @@ def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
         return done
 
     return run
+
+
+@pytest.fixture(scope="module")
+def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
+    """What a test writes, later ones find."""
+    return command(installed(extra), tmp_path_factory.mktemp("elsewhere"))
 
 
 def good(done: subprocess.CompletedProcess[str]) -> str:
@@ -91,7 +92,8 @@ def test_the_wheel_holds_one_package(built):
 
 
 @pytest.mark.full
-def test_what_needs_no_extra_needs_none(keepmtp):
+def test_what_needs_no_extra_needs_none(installed, tmp_path):
+    keepmtp = command(installed(""), tmp_path)
     assert good(keepmtp("--version")) == f"keepmtp {__version__}\n"
     assert "quantize" in good(keepmtp("--help"))
     assert "tiny-glm4-moe" in good(keepmtp("ls"))
@@ -116,21 +118,17 @@ def test_each_row_of_the_page_installs_what_its_verbs_need(keepmtp, extra):
     assert {extra for _, extra in rows} == set(EXTRAS)
     assert {verb for verbs, _ in rows for verb in re.findall("`([^`]+)`", verbs)} == STARTED.keys()
     for verb in re.findall("`([^`]+)`", next(verbs for verbs, named in rows if named == extra)):
-        calibrates = (verb, extra) == ("quantize", "calibrate")
-        line = STARTED[verb].replace("MODEL", MODEL)
-        if calibrates:
-            line = "quantize tiny-glm4-moe.nvfp4-mtp-auto"
-        done = keepmtp(line, calibrates=calibrates)
+        done = keepmtp(STARTED[verb].replace("MODEL", MODEL))
         assert done.returncode in (0, 1, 2) and "extra; got no" not in done.stderr, verb
         assert extra or not done.returncode, done.stderr
 
 
-def test_the_python_api_needs_no_extra_to_plan_and_check(extra, installed, tmp_path):
+def test_the_python_api_needs_no_extra_to_plan_and_check(installed, tmp_path):
     code = (
         "from keepmtp import api; print(api.plan('tiny-glm4-moe').view.num_mtp_layers, "
         f"api.check({MODEL!r}).ok)"
     )
-    words = [str(installed(extra) / "python"), "-c", code]
+    words = [str(installed("") / "python"), "-c", code]
     done = captured(words, cwd=tmp_path, env=stranger(HF_HUB_OFFLINE="1"))
     assert done.stdout == "1 True\n", done.stderr
 
@@ -143,7 +141,7 @@ def test_making_a_shipped_model(keepmtp, extra):
     if extra in PACKING:
         more = {
             "quantize": ["tiny-glm4-moe.nvfp4a16-fp8", "tiny-qwen3_5.fp8-dynamic"],
-            "calibrate": ["tiny-glm4-moe.nvfp4-mtp-auto", "tiny-qwen3_5.w4a16-gptq"],
+            "calibrate": ["tiny-glm4-moe.nvfp4", "tiny-qwen3_5.w4a16-gptq"],
         }
         for recipe in ("tiny-glm4-moe", *more.get(extra, ())):
             done = keepmtp(f"quantize {recipe}", calibrates=recipe in more["calibrate"])
