@@ -81,7 +81,9 @@ def test_a_source_without_a_block_gets_the_one_that_its_checkpoint_has(place, mo
 class TestServed:
     pytestmark: ClassVar = [*NEEDS_VLLM, pytest.mark.full]
 
+    @pytest.mark.parametrize("place", [False], ids=["lost"], indirect=True)
     def test_every_line(self, place):
+        """Of the fine-tune that has its block, the lines before a server make the same checkpoint."""
         folder, lines = place
         said = ""
         real = {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON), "HF_HUB_OFFLINE": "1"}

@@ -72,27 +72,31 @@ def test_a_token_takes_what_vllm_counts(gpu: GPU, tmp_path):
         assert counted(job) == answer["a_token"], (job, answer)
 
 
+# Engines one after another, each with a cache of 1 GiB.
+ENGINES = """
+import json, sys
+from vllm import LLM
+for folder, drafting in json.loads(sys.argv[1]):
+    LLM(folder, speculative_config=drafting, dtype="bfloat16", max_model_len=512, enable_prefix_caching=False,
+        enforce_eager=True, skip_tokenizer_init=True).llm_engine.engine_core.shutdown()
+"""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("model, k", [(GLM, 0), (GLM, 1), ("glm-4.7-flash", 1)])
-def test_a_cache_has_as_many_tokens_as_a_server_says(model, k, tmp_path):
-    """With a cache of 1 GiB, MTP on and off: the same but for what is left of a block."""
-    folder = model
-    if isinstance(model, str):
-        made = releases.source_layout(model, size="tiny")
-        folder = releases.write_checkpoint(tmp_path / model, *made, num_shards=1, data="random")
-    config = json.loads((folder / "config.json").read_text())
-    view = find_view(config, folder)
-    program = (
-        "import sys, json; from vllm import LLM; "
-        "LLM(sys.argv[1], speculative_config=json.loads(sys.argv[2]), dtype='bfloat16', max_model_len=512, "
-        "enable_prefix_caching=False, enforce_eager=True, skip_tokenizer_init=True)"
-    )
-    drafting = {"method": "mtp", "num_speculative_tokens": k} if k else None
+def test_a_cache_has_as_many_tokens_as_a_server_says(tmp_path):
+    """MTP on and off: the same but for what is left of a block."""
+    made = releases.source_layout("glm-4.7-flash", size="tiny")
+    flash = releases.write_checkpoint(tmp_path / "flash", *made, num_shards=1, data="random")
+    drafting = {"method": "mtp", "num_speculative_tokens": 1}
+    jobs = [(str(GLM), None), (str(GLM), drafting), (str(flash), drafting)]
     path = {"PYTHONPATH": str(PLUGIN / "stubs"), "VLLM_LOGGING_LEVEL": "INFO"}
-    words = [VLLM_PYTHON, "-c", program, folder, json.dumps(drafting)]
+    words = [VLLM_PYTHON, "-c", ENGINES, json.dumps(jobs)]
     done = captured(words, env=os.environ | QUIET | path, cwd=tmp_path)
     log = done.stdout + done.stderr
-    found = re.search(r"KV cache size: ([\d,]+) tokens", log)
-    assert found, log[-3000:]
-    target, draft = kv_bytes(view)
-    assert 0 <= (1 << 30) // (target + k * draft) - int(found[1].replace(",", "")) < 128, found
+    found = re.findall(r"KV cache size: ([\d,]+) tokens", log)
+    assert len(found) == len(jobs), log[-3000:]
+    for (folder, drafted), tokens in zip(jobs, found, strict=True):
+        config = json.loads(Path(folder, "config.json").read_text())
+        target, draft = kv_bytes(find_view(config, folder))
+        a_token = target + bool(drafted) * draft
+        assert 0 <= (1 << 30) // a_token - int(tokens.replace(",", "")) < 128, (folder, drafted)

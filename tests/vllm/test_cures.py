@@ -194,7 +194,6 @@ def beside(built, tmp_path_factory) -> Path:
     ("named", "applied"),
     [
         (None, set()),
-        ("0", set()),
         ("step.draft_scales", {"step.draft_scales"}),
         ("1", {"step.draft_scales", "step.layer_types"}),
     ],

@@ -43,14 +43,15 @@ save_file({"k": keys.transpose(0, 1).contiguous(), "v": values[0].transpose(0, 1
 
 
 def plans() -> dict[str, Plan]:
-    """Every family that keepmtp plans a cache for, in both dialects."""
+    """Every family that keepmtp plans a cache for, in the two dialects by turns."""
     found = {}
     for model in releases.MODELS:
         if model in (*TWINS, *NOT_BUILT):
             continue
-        for format in FORMATS:
+        for format in FORMATS[:: (-1) ** len(found)]:
             try:
                 found[f"{model} {format}"] = cached(model, format=format)
+                break
             except RecipeError:
                 continue
     return found
