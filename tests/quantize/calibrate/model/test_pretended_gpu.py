@@ -23,7 +23,7 @@ WITHOUT_DRAFT = ("glm-5.3-flash",)
 RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if not recipe.calibrated_schemes()}
 
 
-@pytest.mark.few(1, 8)
+@pytest.mark.few(1, 5)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_every_family(model, tmp_path):
     found = in_a_child(family_run, RECIPES[model], tmp_path)
