@@ -1,14 +1,24 @@
-"""What keepmtp says and writes for SGLang, compared with SGLang's own classes."""
+"""What keepmtp says and writes for SGLang, compared with SGLang's own classes: what they build for
+the modules of a config.json.
 
+Easy to get wrong: SGLang is not installed. Its wheel, which `make test` downloads without
+dependencies, is unpacked, and sglang_peer.py constructs its classes without kernels, in a process
+of its own.
+"""
+
+import json
+import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import releases
-import sglang_classes
 import sglang_table
 from checkpoint_files import Checkpoint, as_source
+from commands import ROOT, captured
 from data_files import table
 from good import ours, planned, released
 from keepmtp.checkpoints.dialects.choose import quantization_of
@@ -21,6 +31,9 @@ from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import check
 
 NOWHERE = Path("/nonexistent")
+WHEEL = Path(os.environ.get("SGLANG_WHEEL", ROOT / "build" / "sglang"))
+PEER = ROOT / "tests" / "helpers" / "sglang_peer.py"
+PLAIN = {"no config", "None", "UnquantizedLinearMethod", "UnquantizedFusedMoEMethod"}
 # Twins of other releases, and a draft with a checkpoint of its own, whose target gives its config a
 # part; and those that draft by DSpark, which is not judged.
 LEFT_OUT = (
@@ -45,6 +58,56 @@ NOT_CONSTRUCTED = {
 }
 # Layers of state-space models are among SGLang's kernels.
 UNSEEN = ("mixer.in_proj", "mixer.out_proj")
+
+
+class Built(NamedTuple):
+    """What SGLang builds for a module: `plain`, `raises`, or a scheme in a word; and its own words
+    for that.
+    """
+
+    word: str
+    says: str
+
+
+class Class(NamedTuple):
+    """SGLang's class for a part, with what it builds for each module that it asks its quantization
+    config about; without a name where it has none, without modules where nothing constructs it here.
+    """
+
+    name: str
+    modules: Mapping[str, Built]
+    error: str
+
+
+def ask(questions: Sequence[Mapping[str, Any]]) -> list[Class]:
+    """SGLang's answers for a config.json and a part each; skips where there is no wheel."""
+    if not (WHEEL / "sglang").is_dir():
+        pytest.skip("no unpacked wheel of SGLang in build/sglang")
+    words = [sys.executable, PEER, WHEEL]
+    done = captured(words, input=json.dumps(questions), timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS")]
+    assert lines, done.stderr[-3000:]
+    return [class_of(answer) for answer in json.loads(lines[0].removeprefix("ANSWERS"))]
+
+
+def class_of(answer: Mapping[str, Any]) -> Class:
+    error = answer.get("not_constructed") or answer.get("config_error") or ""
+    modules = {
+        module["prefix"]: built(*module["answer"])
+        for module in answer.get("modules", ())
+        if module["class"] not in ("VocabParallelEmbedding", "RadixAttention")
+    }
+    return Class(answer.get("class", ""), modules, error)
+
+
+def built(method: str, scheme: str) -> Built:
+    if method in PLAIN:
+        return Built("plain", method)
+    if method.endswith("Error"):
+        return Built("raises", f"{method}: {scheme}")
+    name = method if scheme == "None" else scheme
+    words = {"mxfp4": "mxfp4", "fp4": "nvfp4", "fp8": "fp8", "wna16": "int_packed", "int8": "int8"}
+    return Built(next((word for part, word in words.items() if part in name.lower()), name), name)
 
 
 def built_for(checkpoint: Checkpoint, part: str) -> Iterator[tuple[str, str]]:
@@ -81,10 +144,8 @@ def written() -> Iterator[tuple[str, Checkpoint]]:
 def assert_built_alike(checkpoints: list[tuple[str, Checkpoint]]) -> tuple[int, int]:
     """Compare with what SGLang's classes build; returns the numbers of modules and of models."""
     parts = ("backbone", "mtp")
-    asked = [
-        sglang_classes.Question(each.config, part) for _, each in checkpoints for part in parts
-    ]
-    answers = iter(sglang_classes.ask(asked))
+    asked = [{"config": each.config, "part": part} for _, each in checkpoints for part in parts]
+    answers = iter(ask(asked))
     agreed, differing, models, unconstructed = 0, [], set(), {}
     for model, checkpoint in checkpoints:
         for part in parts:
@@ -95,9 +156,9 @@ def assert_built_alike(checkpoints: list[tuple[str, Checkpoint]]) -> tuple[int, 
                 continue
             models.add(model)
             for name, form in dict(built_for(checkpoint, part)).items():
-                built = theirs.modules.get(name)
-                if built is None or built.word != form:
-                    differing.append((model, part, name, form, built))
+                module = theirs.modules.get(name)
+                if module is None or module.word != form:
+                    differing.append((model, part, name, form, module))
                 agreed += 1
     assert unconstructed.keys() <= NOT_CONSTRUCTED, unconstructed
     assert not differing, (len(differing), differing[:12])

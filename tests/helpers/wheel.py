@@ -30,12 +30,6 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-def sdist_of(wheel: Path) -> Path:
-    """The sdist that `build` made the wheel from."""
-    (sdist,) = wheel.parent.glob("*.tar.gz")
-    return sdist
-
-
 def tracked() -> list[str]:
     """The files of the checkout that git has or would take; in an unpacked sdist, those that its
     own list names.
