@@ -17,6 +17,7 @@ from data_files import table
 from keepmtp.quantize.plan.configs import files_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.conventions import FORMATS, Format
+from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName
 from keepmtp.recipes.find import find_recipe
@@ -25,6 +26,8 @@ from keepmtp.recipes.schemes import SCHEMES
 from layouts import Tensors
 
 _CALIBRATION = table("helpers/good")["calibration"]
+# Of a packed head or embedding what all else is: of modelopt's words the one that experts have too.
+_REST: dict[Format, str] = {"compressed-tensors": "FP8_DYNAMIC", "modelopt": "NVFP4A16"}
 
 
 # What vLLM's classes read beside config.json: model_type -> file -> content.
@@ -288,3 +291,25 @@ def builds(home: Path, model: str, format: Format) -> tuple[Path, Path, Path]:
 def changes(model: str, heavy: Path, block: Path) -> list[str]:
     """The words of --set that put them together."""
     return [f"{MODELS[model]}=from:{heavy}", f"mtp=from:{block}"]
+
+
+def packed(model: str, group: str, word: str, format: Format = "compressed-tensors") -> Plan:
+    """Our plan for a model whose embedding or head has a word; without a group as it is."""
+    try:
+        plan = planned(model, _REST[format], "bf16", format=format)
+    except RecipeError:  # MiniMax-M3 takes no scale of a whole tensor
+        plan = planned(model, "FP8_BLOCK", "bf16", format=format)
+    if not group:
+        return plan
+    recipe = plan.recipe.model_dump()
+    recipe["backbone"] |= {group: word}
+    if SCHEMES[word].needs_calibration and group != "table":
+        recipe["calibration"] = _CALIBRATION
+    return make_plan(Recipe.model_validate(recipe), plan.source)
+
+
+def with_packed(
+    model: str, group: str, word: str, format: Format = "compressed-tensors"
+) -> Checkpoint:
+    """What keepmtp writes by it."""
+    return outputs_of(packed(model, group, word, format))

@@ -13,17 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import releases
-from checkpoint_files import Checkpoint, write
+from checkpoint_files import write
 from commands import ROOT
-from data_files import table
 from dry_corpus import SEPARATE, TWINS
-from good import outputs_of, planned
-from keepmtp.quantize.plan.plan import Plan, make_plan
+from good import with_packed
 from keepmtp.recipes.conventions import ALGORITHMS, FORMATS, Format
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
-from keepmtp.recipes.schema import Recipe
-from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import Case, load_with_cures, with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
@@ -39,31 +35,9 @@ FORMS = {
 }
 VERSIONS = ("0.32.0", "0.33.0")
 DOCS = ROOT / "docs" / "tables" / "heads.md"
-# What all else is: of modelopt's words the one that experts have too.
-_REST: dict[Format, str] = {"compressed-tensors": "FP8_DYNAMIC", "modelopt": "NVFP4A16"}
 _PLAIN = ("", "")
 Place = tuple[str, Format, str, str]
 """Model, dialect, group, word."""
-
-
-def packed(model: str, group: str, word: str, format: Format = "compressed-tensors") -> Plan:
-    """Our plan for a model whose embedding or head has a word; without a group as it is."""
-    try:
-        plan = planned(model, _REST[format], "bf16", format=format)
-    except RecipeError:  # MiniMax-M3 takes no scale of a whole tensor
-        plan = planned(model, "FP8_BLOCK", "bf16", format=format)
-    if not group:
-        return plan
-    recipe = plan.recipe.model_dump()
-    recipe["backbone"] |= {group: word}
-    if SCHEMES[word].needs_calibration and group != "table":
-        recipe["calibration"] = table("helpers/good")["calibration"]
-    return make_plan(Recipe.model_validate(recipe), plan.source)
-
-
-def written(model: str, group: str, word: str, format: Format = "compressed-tensors") -> Checkpoint:
-    """What keepmtp writes by it."""
-    return outputs_of(packed(model, group, word, format))
 
 
 def places(models: Iterable[str] = MODELS) -> list[Place]:
@@ -92,7 +66,7 @@ def run(
             model, format, group, word = place
             try:
                 folders[place] = write(
-                    Path(scratch) / str(number), written(model, group, word, format)
+                    Path(scratch) / str(number), with_packed(model, group, word, format)
                 )
             except RecipeError as refusal:
                 told[place]["plan"] = str(refusal)

@@ -3,7 +3,8 @@ dialects, and docs/tables/heads.md sampled anew. `make docs` writes all of that 
 """
 
 import pytest
-from heads import DOCS, FORMS, VERSIONS, markdown, packed, places, run
+from good import packed
+from heads import DOCS, FORMS, VERSIONS, markdown, places, run
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.validate.check.check import check

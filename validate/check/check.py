@@ -45,7 +45,7 @@ from ..facts.findings import (
     objection,
 )
 from ..facts.results import CheckData
-from . import rules_config, rules_finished, rules_forms, rules_kv, rules_mtp, rules_shapes
+from . import rules_config, rules_forms, rules_kv, rules_mtp, rules_shapes
 from .rules_sglang import SGLANG
 from .rules_sglang import judge as judge_for_sglang
 
@@ -55,7 +55,6 @@ RULES: tuple[Rule, ...] = (
     *rules_shapes.RULES,
     *rules_forms.RULES,
     *rules_kv.RULES,
-    *rules_finished.RULES,
     *rules_config.RULES,
 )
 WITHOUT_FAMILY: tuple[Callable[[StoredView], Objections], ...] = (
@@ -159,20 +158,10 @@ def examine(
     splits: Sequence[Split] = (),
 ) -> Checked:
     """`check`, with what it read, for the vLLM of a version, whose ranks split it so."""
-    checked = _opened(checkpoint, source, runtimes, vllm)
-    if checked.runtime is None or "vllm" not in runtimes:
-        return checked
-    objected = rules_forms.ranks_get_whole_groups(checked.runtime, splits)
-    return checked.with_findings(*checked.data.findings, *grouped(objected))
-
-
-def _opened(
-    checkpoint: str | Path | Source, source: Source | None, runtimes: Sequence[Runtime], vllm: str
-) -> Checked:
-    if isinstance(checkpoint, Source):
-        return _examined(checkpoint, source, runtimes, vllm)
     try:
-        opened = open_source(checkpoint)
+        opened = checkpoint
+        if not isinstance(opened, Source):
+            opened = open_source(opened)
     except OSError as error:
         got = error.strerror or str(error)
         where = error.filename or checkpoint
@@ -181,7 +170,7 @@ def _opened(
     except CheckpointError as error:
         refusal = error
     else:
-        return _examined(opened, source, runtimes, vllm)
+        return _examined(opened, source, runtimes, vllm, splits)
     checked = _unread(str(checkpoint), "files", refusal)
     if isinstance(refusal, NoCheckpointError):
         return checked._replace(refusal=refusal)
@@ -189,7 +178,11 @@ def _opened(
 
 
 def _examined(
-    opened: Source, source: Source | None, runtimes: Sequence[Runtime], vllm: str
+    opened: Source,
+    source: Source | None,
+    runtimes: Sequence[Runtime],
+    vllm: str,
+    splits: Sequence[Split],
 ) -> Checked:
     stored = StoredView(opened, vllm=vllm)
     where = opened.where
@@ -219,6 +212,8 @@ def _examined(
     except CheckpointError as error:
         # vLLM would fail on the config, or hang: nothing is loaded.
         return _unread(where, "config", error)
+    if "vllm" in runtimes:
+        objected += rules_forms.ranks_get_whole_groups(runtime, splits)
     if source is not None:
         objected += rules_mtp.mtp_is_that_of_the_source(runtime, RuntimeView.of(source, vllm))
     checked = Checked(_data(where, facts_of(runtime), []), opened, runtime)

@@ -225,7 +225,23 @@ def own_code_is_known(view: StoredView) -> Objections:
         )
 
 
+def one_tool_wrote_the_configs(runtime: RuntimeView) -> Objections:
+    """hf_quant_config.json is of the tool that wrote config.json's quantization config."""
+    given = quantization_of(runtime.source.config)
+    if given is None or runtime.hf_quant_config is None or reads_other_file(given):
+        return
+    if isinstance(runtime.dialect, ModelOpt) or "producer" in given:
+        return  # `quantization_configs_agree` compares modelopt's own two
+    says = (
+        f"is another tool's config: vLLM reads config.json, which says {runtime.dialect.name}; "
+        "engines that look for this file first read other names and scales than are stored"
+    )
+    cure = f"Remove {HF_QUANT_CONFIG}"
+    yield objection("two-tools", HF_QUANT_CONFIG, says, cure, severity="warning")
+
+
 RULES = (
+    one_tool_wrote_the_configs,
     quantization_configs_agree,
     config_has_what_vllm_reads,
     modelopt_is_complete,

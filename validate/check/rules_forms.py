@@ -598,6 +598,31 @@ def _table_built(runtime: RuntimeView, name: VLLMName) -> str:
     return "refused"
 
 
+def packed_head_loads(runtime: RuntimeView) -> Objections:
+    """A packed head has a form that its target's loader takes, and the draft's."""
+    fills = runtime.loader.fills_head
+    for module in runtime.modules:
+        form = module.resolution.built.form
+        if module.kind != "head" or module.part != "backbone" or module.is_plain:
+            continue
+        if form == "plain" or not module.loads_quantized:
+            continue  # `stored_form_is_what_is_built` objects
+        says = ""
+        if module.resolution.built.block:
+            says = (
+                "holds FP8 blocks, and a head is loaded row by row: vLLM raises AssertionError at "
+                "their scales (vocab_parallel_embedding.py)"
+            )
+        elif fills and form == "nvfp4_modelopt":
+            says = (
+                "holds codes of 4 bits, and this draft first fills a plain head of its own with "
+                "them: vLLM raises RuntimeError, output with shape doesn't match"
+            )
+        if says:
+            cure = "Store the head in FP8 with a scale a row, or in BF16"
+            yield objection("head-form", module.members[0].name, says, cure, "head")
+
+
 RULES = (
     fused_modules_are_uniform,
     stored_form_is_what_is_built,
@@ -607,6 +632,7 @@ RULES = (
     interleaved_rows_are_put_in_order,
     schemes_are_known,
     table_is_as_built,
+    packed_head_loads,
 )
 
 

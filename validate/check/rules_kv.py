@@ -3,7 +3,8 @@
 In: a `RuntimeView`. Out: objections. Sources: F32 (vllm #27227), vllm #44879, #45038.
 
 Easy to get wrong: an entry for the KV cache holds for the draft as well, because vLLM hands the
-target's config to it. All of it was seen in dry loads of every family.
+target's config to it. And of a cache without scales vLLM says no more than one warning in the log,
+and serves it. All of it was seen in dry loads of every family.
 
 Source: vLLM 0.32.0 layers/attention/attention.py, layers/quantization/{kv_cache,modelopt}.py,
 compressed_tensors/compressed_tensors.py (CompressedTensorsKVCacheMethod), utils/torch_utils.py.
@@ -178,7 +179,7 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
             yield objection("kv-scales", name, f"{says}vLLM raises or skips it", cure, cure)
     # With none at all vLLM computes with 1 everywhere, as a release without scales means it.
     if not with_some:
-        return  # rules_finished.py says what vLLM does then
+        return  # `declared_cache_has_scales` says what vLLM does then
     for module, part in attentions.items():
         taken = "1"
         convention = "compressed-tensors"
@@ -199,4 +200,31 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
                 yield objection("kv-scales", where, says, cure, cure, severity)
 
 
-RULES = (kv_entry_is_known, kv_scales_have_a_place, kv_scales_are_whole)
+def declared_cache_has_scales(runtime: RuntimeView) -> Objections:
+    """A config that promises an FP8 cache comes with scales for it."""
+    if not is_fp8_cache(runtime) or no_place(runtime.view):
+        return
+    for entry in runtime.others:
+        if is_kv_scale(entry.name.rpartition(".")[2]):
+            return
+    key = "kv_cache_scheme"
+    given = runtime.given.nested or runtime.given.raw
+    if given.get("kv_cache_quant_algo"):
+        key = "kv_cache_quant_algo"
+    says = (
+        "promises an FP8 cache, and no layer has scales for it: vLLM serves it all the same, and "
+        "computes with 1.0 ('Using KV cache scaling factor 1.0 for fp8_e4m3'): what is above 448 "
+        "is cut, what is small loses digits, and long answers may repeat"
+    )
+    cure = f"Calibrate the cache (kv_cache: FP8 in a recipe), or remove {key}: the cache is BF16"
+    yield objection(
+        "kv-unscaled", f"{runtime.given.file}: {key}", says, cure, key, severity="warning"
+    )
+
+
+RULES = (
+    kv_entry_is_known,
+    kv_scales_have_a_place,
+    kv_scales_are_whole,
+    declared_cache_has_scales,
+)

@@ -9,8 +9,7 @@ import torch
 from checkpoint_files import as_source
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from data_files import table
-from good import outputs_of, planned
-from heads import packed
+from good import outputs_of, packed, planned
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.plan.configs import config_of, files_of

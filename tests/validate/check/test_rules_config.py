@@ -3,8 +3,9 @@
 from functools import partial
 
 from broken_case import assert_found, case, met, rows
-from checkpoint_files import config, hf_quant_config, ignoring, quantization
+from checkpoint_files import Checkpoint, config, hf_quant_config, ignoring, quantization
 from foreign_form import in_hf_quant_config, mixed, mixed_in_two_files
+from good import ours
 
 
 @rows(
@@ -199,3 +200,27 @@ OTHERS = OWN | {"AutoModel": "somebody/else--modeling_x.Model"}
 )
 def test_own_code_is_known(case, tmp_path):
     assert_found(case, tmp_path)
+
+
+def other_tool(checkpoint: Checkpoint) -> None:
+    """modelopt's file beside a config of compressed-tensors, as where two exports share a folder."""
+    inner = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"], "group_size": 16}
+    producer = {"name": "modelopt", "version": "0.45.0"}
+    checkpoint.json_files["hf_quant_config.json"] = {"producer": producer, "quantization": inner}
+
+
+@rows(
+    "two-tools",
+    case("one of them", partial(ours, "glm-4.7", "NVFP4"), found=[]),
+    case("modelopt's own two", "glm modelopt file", found=[]),
+    case(
+        "modelopt's file beside another config",
+        partial(ours, "glm-4.7", "NVFP4"),
+        other_tool,
+        severity="warning",
+        where="hf_quant_config.json",
+        says="vLLM reads config.json, which says compressed-tensors",
+    ),
+)
+def test_one_tool_wrote_the_configs(case, tmp_path):
+    assert_found(case, tmp_path, about=["two-tools"])

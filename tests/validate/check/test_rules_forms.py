@@ -33,7 +33,7 @@ from foreign_form import (
     quark_nvfp4,
     w4afp8,
 )
-from good import ours, outputs_of, plan_of_recipe, released
+from good import ours, outputs_of, plan_of_recipe, released, with_packed
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects.gptq import ACT_ORDER, read_gptq
 from keepmtp.recipes.renamer import Renamer
@@ -1009,3 +1009,54 @@ def test_inputs_of_one_group_have_no_order(changes, is_refused):
     """As vLLM 0.32.0 has it: utils/gptq_utils.py, `normalize_and_validate_gptq_desc_act`."""
     raw = SAID["gptq"] | {"desc_act": True} | changes
     assert read_gptq(raw, Renamer(), ()).error == ("", ACT_ORDER)[is_refused]
+
+
+@rows(
+    "head-form",
+    case("a scale a row", partial(with_packed, "glm-4.7", "head", "FP8_DYNAMIC"), found=[]),
+    case("codes of NVFP4", partial(with_packed, "glm-4.7", "head", "NVFP4A16"), found=[]),
+    case(
+        "modelopt's NVFP4, with a draft that fills none",
+        partial(with_packed, "deepseek-r1", "head", "NVFP4A16", "modelopt"),
+        found=[],
+    ),
+    case(
+        "FP8 blocks",
+        partial(with_packed, "glm-4.7", "head", "FP8_DYNAMIC"),
+        quantization("config_groups/group_0/weights/strategy", "block"),
+        quantization("config_groups/group_0/weights/block_structure", [128, 128]),
+        among=True,
+        where="lm_head.weight",
+        says="AssertionError",
+    ),
+    case(
+        "modelopt's NVFP4, with a draft that fills its own",
+        partial(modelopt, "glm-4.7"),
+        quantization("ignore", ["model.layers.3.*", "model.embed_tokens", "*.mlp.gate"]),
+        pack("lm_head", "NVFP4"),
+        among=True,
+        where="lm_head",
+        says="RuntimeError",
+    ),
+)
+def test_packed_head_loads(case, tmp_path):
+    assert_found(case, tmp_path, about=["head-form"])
+
+
+@rows(
+    "form",
+    case("an embedding", partial(with_packed, "deepseek-r1", "embedding", "W4A16"), found=[]),
+    case(
+        "an embedding with zero points",
+        partial(with_packed, "deepseek-r1", "embedding", "W4A16"),
+        tensor("model.embed_tokens.weight_zero_point", "I32", 64, 2),
+        quantization("config_groups/group_1/weights/symmetric", False),
+        quantization("config_groups/group_0/weights/symmetric", False),
+        among=True,
+        where="model.embed_tokens",
+        says="weight_zero_point has no place",
+    ),
+)
+def test_rows_that_are_looked_up_have_no_zero_points(case, tmp_path):
+    """vLLM's class of packed embeddings registers none."""
+    assert_found(case, tmp_path, about=["form"])

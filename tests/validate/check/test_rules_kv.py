@@ -7,6 +7,7 @@ from checkpoint_files import hf_quant_config, lose, quantization, tensor
 from foreign_form import modelopt
 from good import ours, with_scales
 
+SCALES = r".*\.[kv]_(proj\.[kv]_)?scale"
 GLM = partial(ours, "glm-4.7", "FP8_DYNAMIC")
 CACHE = {
     "num_bits": 8,
@@ -250,3 +251,41 @@ def test_kv_scales_have_a_place(case, tmp_path):
 )
 def test_kv_scales_are_whole(case, tmp_path):
     assert_found(case, tmp_path, about=["kv-scales"])
+
+
+@rows(
+    "kv-unscaled",
+    case("with its scales", with_scales, found=[]),
+    case("modelopt's with its scales", partial(with_scales, format="modelopt"), found=[]),
+    case(
+        "a cache whose scales were lost",
+        with_scales,
+        lose(SCALES),
+        severity="warning",
+        where="config.json: kv_cache_scheme",
+        says="Using KV cache scaling factor 1.0",
+    ),
+    case(
+        "a scheme that was written by hand",
+        partial(ours, "qwen3.5-27b", "FP8_DYNAMIC"),
+        quantization("kv_cache_scheme", CACHE),
+        severity="warning",
+        where="config.json: kv_cache_scheme",
+    ),
+    case(
+        "modelopt's",
+        partial(modelopt, "glm-4.7"),
+        quantization("kv_cache_quant_algo", "FP8"),
+        severity="warning",
+        where="config.json: kv_cache_quant_algo",
+    ),
+    # Its one cache for keys and values never asks for a scheme; `kv_entry_is_known` says it.
+    case(
+        "latent attention",
+        partial(ours, "deepseek-r1", "FP8_DYNAMIC"),
+        quantization("kv_cache_scheme", CACHE),
+        found=[],
+    ),
+)
+def test_declared_cache_has_scales(case, tmp_path):
+    assert_found(case, tmp_path, about=["kv-unscaled"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from heads import packed
+from good import packed
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.layers.activations import fp8_tokens, nvfp4
