@@ -84,8 +84,7 @@ def _read(
     family = family_of(config, vllm)
     match method:
         case "compressed-tensors":
-            rerouted = family.rerouted_format if family else ""
-            return read_compressed_tensors(raw, rename, rerouted=rerouted)
+            return read_compressed_tensors(raw, rename, family)
         case "fp8" | "deepseek_v4_fp8":
             return read_fp8(raw, config, rename)
         case "gptq" | "auto_gptq" | "gptq_marlin":

@@ -21,8 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
-from ...recipes.family import VLLMName
+from ...recipes.family import Family, VLLMName
 from ...recipes.family_view import FamilyView
+from ...recipes.forms import E8M0
 from ...recipes.frozen import Json, frozen
 from ...recipes.renamer import Renamer
 from ...recipes.schemes import SCHEMES
@@ -149,8 +150,10 @@ class CompressedTensors(Dialect):
         return left_out((name,), hit, "") or left_out(shards, hit, SCHEMES_DIFFER.format(name))
 
 
-def read_compressed_tensors(raw: Raw, rename: Renamer, *, rerouted: str = "") -> CompressedTensors:
-    """The config as vLLM reads it, entries renamed; `rerouted` is the family's `rerouted_format`.
+def read_compressed_tensors(
+    raw: Raw, rename: Renamer, family: Family | None = None
+) -> CompressedTensors:
+    """The config as vLLM reads it, entries renamed.
 
     Raises:
         CheckpointError: a key has another type than is read, or an entry is no regular expression.
@@ -161,7 +164,7 @@ def read_compressed_tensors(raw: Raw, rename: Renamer, *, rerouted: str = "") ->
     schemes = dict[str, str]()
     entries = list[ConfigEntry]()
     all_experts = None
-    if given.format and given.format == rerouted:
+    if family and given.format and given.format == family.rerouted_format:
         all_experts = MXFP4._replace(scales=ENCODED)
     for group in (given.config_groups or {}).values():
         targets = group.targets or ()
@@ -169,6 +172,9 @@ def read_compressed_tensors(raw: Raw, rename: Renamer, *, rerouted: str = "") ->
             continue  # KV-cache quantization; vLLM skips it
         of_linear = _built(group, given.format, is_experts=False)
         of_experts = _built(group, given.format, is_experts=True)
+        if family and family.fp8_class and of_experts.built == MXFP4:
+            # Its loader takes the bytes of E8M0 (vLLM 0.33.0 models/deepseek_v4/nvidia/model.py).
+            of_experts = of_experts._replace(built=MXFP4._replace(scales=E8M0))
         if group.weights and group.weights.is_reordered:
             of_linear = of_linear._replace(error=_NO_ORDER, refusal="order")
             of_experts = of_experts._replace(error=_NO_ORDER, refusal="order")
