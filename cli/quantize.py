@@ -4,20 +4,22 @@ In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; 
 error.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
 
+from .. import __version__
 from .options import DryRunOption, JsonOption, ModelOptions
 from .progress import run_progress
 from .tables import answer, tell
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
-    from ..quantize.run.progress import RunProgress
+    from ..quantize.run.progress import CalibrationStep, RunProgress
+    from .run_log import RunLog
 
 
 def quantize(
@@ -74,6 +76,7 @@ def quantize(
     from ..validate.report.check_data import calibration_fact
     from . import findings, plan_tables
     from .measured import calibrated
+    from .run_log import RunLog
 
     made = choices.plan()
     # Under torchrun every process runs this, and only the first one prints.
@@ -82,16 +85,18 @@ def quantize(
         if not rank:
             plan_tables.show(made, as_json=as_json)
         return
+    out = out or pipeline.default_out(made.recipe)
+    log = RunLog(out)
     with run_progress(as_json=as_json) as progress:
+        if not rank:
+            progress = _logged(progress, made, log, as_json=as_json)
         result = api.quantize(
-            made,
-            out or pipeline.default_out(made.recipe),
-            threads=threads,
-            keep_calibration=keep_calibration,
-            progress=_beginning(progress, made, is_said=not (as_json or rank)),
+            made, out, threads=threads, keep_calibration=keep_calibration, progress=progress
         )
     if rank:
         return
+    results = log.results(result.plan)
+    log.say(results)
     settings = result.plan.recipe.calibration
     fact = None
     parts: list[RenderableType] = []
@@ -104,24 +109,35 @@ def quantize(
     note = note_on_links(result.out, [shard.file for shard in result.plan.linked])
     if note:
         parts.append(f"{note}.")
-    parts.append(plan_tables.next_steps(result.plan, result.out))
+    parts += [str(results), plan_tables.next_steps(result.plan, result.out)]
     value = {
         "out": str(result.out),
         "plan": plan_tables.plan_json(result.plan),
         "check": findings.check_json(result.report),
         "calibration": fact,
+        "results": asdict(results),
     }
     answer(value, parts, as_json=as_json)
 
 
-def _beginning(progress: "RunProgress", made: "Plan", *, is_said: bool) -> "RunProgress":
-    """The progress of a run that says what it reads and makes once nothing refuses it."""
+def _logged(
+    progress: "RunProgress", made: "Plan", log: "RunLog", *, as_json: bool
+) -> "RunProgress":
+    """The progress of a run that says what it reads and makes once nothing refuses it, and keeps
+    its steps in a log.
+    """
     from . import plan_tables
 
     def accepted() -> None:
-        if is_said:
-            totals = f"{made.recipe.name}: {plan_tables.totals(made)}"
-            for line in filter(None, (plan_tables.commits_line(made), totals)):
+        totals = f"{made.recipe.name}: {plan_tables.totals(made)}"
+        log.say(f"keepmtp {__version__}: {totals}")
+        for line in filter(None, (plan_tables.commits_line(made), totals)):
+            if not as_json:
                 tell(line)
 
-    return replace(progress, accepted=accepted)
+    def stepped(step: "CalibrationStep") -> None:
+        log.step(step)
+        if progress.calibration:
+            progress.calibration(step)
+
+    return replace(progress, accepted=accepted, calibration=stepped)

@@ -24,11 +24,12 @@ _REPORTS = 200  # of a run: a log has a line for each
 
 @frozen
 class CalibrationStep:
-    """One step of a long run, for people and as a JSON line."""
+    """One step of a long run, for people and as a JSON line; `seconds` a step, on average."""
 
     step: str
     done: int
     total: int
+    seconds: float
     tokens_per_second: float
     eta_seconds: float
     memory_gib: float
@@ -92,6 +93,7 @@ def reporter(
                 step=step,
                 done=done,
                 total=total,
+                seconds=seconds,
                 tokens_per_second=tokens / seconds,
                 eta_seconds=seconds * (total - done),
                 memory_gib=memory_bytes / 2**30,

@@ -177,7 +177,12 @@ def test_a_calibrated_run_for_machines(tmp_path):
     assert 1 < released["perplexity"] < kept["perplexity"] * 1.05
     assert quantized["acceptance"]["by_position"]["1"][0] > 0.3
     assert [each["chosen"] for each in found["candidates"]] == [False, True]
-    assert {path.name for path in tmp_path.iterdir()} == {"mine.yaml", "out"}, "nothing of the run"
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.yaml", "out", "out.log"}
+    results = told["results"]
+    assert results["output_bytes"] == told["plan"]["bytes"]["after"]
+    assert 0 < results["seconds_a_layer"] < results["seconds"]
+    lines = (tmp_path / "out.log").read_text().splitlines()
+    assert "layer 3 of 3" in lines[3] and lines[-1].endswith("of the host")
     ran("check out --record", cwd=tmp_path)
     assert json.loads((tmp_path / "out.report/report.json").read_text())["calibration"] == found
 

@@ -27,6 +27,7 @@ STEP = CalibrationStep(
     step="backbone",
     done=12,
     total=61,
+    seconds=50.4,
     tokens_per_second=14203.4,
     eta_seconds=2470.2,
     memory_gib=18.23,

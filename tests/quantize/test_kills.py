@@ -75,4 +75,4 @@ def test_a_run_that_is_stopped_says_how_to_go_on(number, status, name, tmp_path)
     for says in ("packing", "finished before, with the same recipe, source and versions"):
         again = keepmtp(words, cwd=tmp_path)
         assert again.returncode == 0 and says in again.stdout + again.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
