@@ -20,13 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+from _helpers import ROOT
 from figures import Figure, output_of, run, seconds_of_children
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
 
-ROOT = Path(__file__).parent.parent
 REPEATS = 3
 SHIPPED = ROOT / "models" / "tiny-glm4-moe"
 # On a quiet machine end to end 0.54 to 0.65 times the peer's processor time. Held-out text costs keepmtp

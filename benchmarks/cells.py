@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
-import releases
+from _helpers import ROOT
 from checkpoint_files import Checkpoint, as_source, write
 from foreign_form import LINEAR_ONLY
 from good import ours, released
@@ -45,8 +44,9 @@ from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import find_vllm
+from releases import MODELS
 
-KEPT = Path(__file__).parent.parent / "build" / "cells"
+KEPT = ROOT / "build" / "cells"
 VERSION, GPU = "0.33.0", "sm90"
 HOWS = ("agree", "static alone", "dry alone", "not seen by the dry load", "no header shows it")
 # What the static check calls bad with reason, and a dry load cannot tell from what is good.
@@ -112,7 +112,7 @@ def forms() -> Iterator[tuple[str, Checkpoint]]:
     """By name; where the block is plain, it alone is broken."""
     algorithms = [word for word in ALGORITHMS if word not in LINEAR_ONLY]
     builds = dict[str, Callable[[], Checkpoint]]()
-    models = [model for model in releases.MODELS if model not in _LEFT_OUT]
+    models = [model for model in MODELS if model not in _LEFT_OUT]
     for model in models:
         builds[f"{model}: released"] = partial(released, model)
     for name, build in GOOD.items():

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+import _helpers  # noqa: F401
 import releases
 from figures import Figure, output_of, run, seconds_of_children
 from keepmtp.checkpoints.source import open_source

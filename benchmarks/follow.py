@@ -27,7 +27,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+from _helpers import ROOT
 from ask_vllm import ask, write_down
 from keepmtp.recipes.families import find_family
 from keepmtp.recipes.runtimes.vllm import NEWEST, holds, parsed
@@ -39,7 +39,6 @@ from keepmtp.validate.keepmtp_cures import source_hash
 from matrix import CURED, LOADS, VARIANTS, run
 from releases import MODELS
 
-ROOT = Path(__file__).parent.parent
 GPU = "sm90"
 KEPT = ROOT / "build" / "follow"
 PAGE = ROOT / "docs" / "tables" / "versions.md"

@@ -9,7 +9,6 @@ for it. And it adds up in another order than a CPU: what is made of weights alon
 to the bit, what is made of activations is compared within a tolerance.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf, nan
@@ -18,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from _helpers import ROOT
 from figures import Figure
+from gpu_runs import line
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_before_measuring
@@ -33,13 +34,9 @@ from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
+from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
-from gpu_runs import line  # noqa: E402
-from releases import source_layout, write_checkpoint  # noqa: E402
 
 CPU = torch.device("cpu")
 # Each stores weights in its own way; the others differ from one of them in what they do with

@@ -11,12 +11,11 @@ gpu` compares with these.
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+from _helpers import ROOT
 from checkpoint_files import write
 from good import ours
 from keepmtp.recipes.conventions import ALGORITHMS, NOT_FOR_EXPERTS
@@ -27,7 +26,7 @@ from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.dry_load import GPUS, ROLES
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 
-PAGE = Path(__file__).parent.parent / "docs" / "tables" / "kernels.md"
+PAGE = ROOT / "docs" / "tables" / "kernels.md"
 DATA = PAGE.with_suffix(".json")
 BEGIN, END = "<!-- table of make docs PAGE=kernels -->\n", "<!-- end of table -->\n"
 MODEL = "glm-4.7"  # it has linears and routed experts

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import yaml
+from _helpers import ROOT
 from calibrating import run_peer
 from judge import Judge, Reading
 from keepmtp import __version__, api
@@ -38,7 +39,6 @@ from keepmtp.recipes.find import find_recipe
 from scipy import stats
 from torch import Tensor
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "tables"
 MODEL = "tiny-docs"
 RELEASE = ROOT / "models" / MODEL

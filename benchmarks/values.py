@@ -6,13 +6,12 @@ smaller.
 """
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+import _helpers  # noqa: F401
 from checkpoint_files import write
 from figures import Figure, run
 from good import ours, planned

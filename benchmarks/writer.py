@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+import _helpers  # noqa: F401
 from figures import Figure, output_of, run
 from keepmtp.checkpoints.files import partial_path
 from releases import source_layout, write_checkpoint
