@@ -1,11 +1,10 @@
 """CPU seconds that packing takes: keepmtp's `pack` against llm-compressor's `model_free_ptq`, same
 tensors, one run.
 
-Each repeat times one core's work on what was read from the same checkpoint: `pack` here,
-`ModelFreePtqConverter.process` inside a real `model_free_ptq` call there. Imports, reading, writing
-and the peer's dry run on meta tensors are not counted. Repeats alternate; the best of each side
-counts, as anything else that runs on the machine only ever adds time. The outputs of the last
-repeat are compared byte for byte.
+Each repeat times one core's work on the same tensors: `pack` here, and there what `model_free_ptq`
+calls for a shard, `ModelFreePtqConverter.process`. Imports, reading and writing are not counted.
+Repeats alternate; the best of each side counts, as anything else that runs on the machine only ever
+adds time. The outputs of the last repeat are compared byte for byte.
 
 `pack` is compared with itself, too, where it searches the scales (`search` of a recipe).
 
@@ -13,13 +12,10 @@ repeat are compared byte for byte.
 """
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 # Read when the packages are imported: one thread for either side.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
@@ -28,9 +24,8 @@ import torch
 from figures import Figure, run
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.schemes import SCHEMES, SEARCHES, Scheme
-from llmcompressor import model_free_ptq
 from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
-from safetensors.torch import load_file, save_file
+from llmcompressor.entrypoints.model_free.validate import validate_config
 
 # Measured on a quiet machine: NVFP4A16 18.6 and 25.3, MXFP4 19.2, W4A16 13.3, FP8_DYNAMIC 8.2 and 8.4,
 # FP8_BLOCK 7.9 and 8.2 times the peer's rate. It is a ratio in one run, but the peer's passes over memory
@@ -44,20 +39,16 @@ NUM_TENSORS = 4
 Tensors = dict[str, torch.Tensor]
 
 
-def write_checkpoint(folder: Path, shape: tuple[int, int]) -> None:
-    """A one-shard checkpoint of expert weights with the spread of real ones: normal, rows of
-    different size.
-    """
+def made(shape: tuple[int, int]) -> Tensors:
+    """Expert weights with the spread of real ones: normal, rows of different size."""
     rng = torch.Generator().manual_seed(0)
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "benchmark"}')
     tensors = {}
     for expert in range(NUM_TENSORS):
         rows = torch.randn(shape[0], 1, generator=rng).mul(0.3).exp() * 0.02
         # The peer fuses no module of this name, so each has its own global scale on both sides.
         name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
         tensors[name] = (torch.randn(shape, generator=rng) * rows).bfloat16()
-    save_file(tensors, folder / "model.safetensors")
+    return tensors
 
 
 def by_keepmtp(weights: Tensors, scheme: Scheme, search: str = "") -> tuple[float, Tensors]:
@@ -71,34 +62,12 @@ def by_keepmtp(weights: Tensors, scheme: Scheme, search: str = "") -> tuple[floa
     return time.process_time() - start, outputs
 
 
-def by_llm_compressor(source: Path, scheme: Scheme) -> tuple[float, Tensors]:
-    """CPU seconds of the per-shard processing inside `model_free_ptq` and what it wrote, by tensor
-    name.
-    """
-    with tempfile.TemporaryDirectory() as out, timed_process() as seconds:
-        model_free_ptq(source, out, scheme=scheme.name, device="cpu")
-        tensors = load_file(Path(out) / "model.safetensors")
-        return sum(seconds), {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-@contextmanager
-def timed_process() -> Iterator[list[float]]:
-    """Collect the CPU seconds of each call of the peer's `process` on real tensors, this side of
-    its I/O.
-    """
-    seconds: list[float] = []
-    original = ModelFreePtqConverter.process
-
-    def process(self: ModelFreePtqConverter, tensors: Tensors) -> Tensors:
-        is_dry_run = any(tensor.is_meta for tensor in tensors.values())
-        start = time.process_time()
-        outputs = original(self, tensors)
-        if not is_dry_run:
-            seconds.append(time.process_time() - start)
-        return outputs
-
-    with mock.patch.object(ModelFreePtqConverter, "process", process):
-        yield seconds
+def by_llm_compressor(weights: Tensors, scheme: Scheme) -> tuple[float, Tensors]:
+    """CPU seconds of what `model_free_ptq` does with a shard, and what it made, by tensor name."""
+    peer = ModelFreePtqConverter(validate_config(None, scheme.name, ()))
+    start = time.process_time()
+    outputs = peer.process(dict(weights))
+    return time.process_time() - start, outputs
 
 
 def same_bytes(ours: Tensors, theirs: Tensors) -> bool:
@@ -120,13 +89,11 @@ def same_bytes(ours: Tensors, theirs: Tensors) -> bool:
 
 def packing(name: str, folder: Path, *, small: bool) -> Iterator[Figure]:
     """Alternate the sides; the best time of each counts. The first call of each is a warm-up."""
-    source, scheme = folder / "source", SCHEMES[name]
+    scheme = SCHEMES[name]
     torch.set_num_threads(1)
-    if not source.is_dir():
-        write_checkpoint(source, (256, 512) if small else (2048, 4096))
-    weights = load_file(source / "model.safetensors")
+    weights = made((256, 512) if small else (2048, 4096))
     searches = [search for search, schemes in SEARCHES.items() if name in schemes]
-    sides = {"peer": partial(by_llm_compressor, source, scheme)}
+    sides = {"peer": partial(by_llm_compressor, weights, scheme)}
     for search in ("", *searches):
         sides[search] = partial(by_keepmtp, weights, scheme, search)
     best = dict.fromkeys(sides, float("inf"))
