@@ -37,7 +37,7 @@ from keepmtp.quantize.calibrate.model.binding import Binding
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.calibrate.model.states import States
 from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, Target, acceptance, target
-from keepmtp.quantize.calibrate.mtp.mtp_block import bind_block, build_block
+from keepmtp.quantize.calibrate.mtp.mtp_policy import filled_blocks
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.schema import Recipe
@@ -133,17 +133,15 @@ class Judge:
                 weights.round_inputs(skeleton.model, skeleton.bind_layer(index), path)
                 run.run("source", index, outputs, serving(skeleton.model))
         found = target(run, "source", reference=reference)
-        block = build_block(plan.view)
-        binding = bind_block(block, plan)
-        skeleton.fill(block, binding)
-        weights.round_inputs(block, binding, "")
+        (block,) = filled_blocks(plan, skeleton)
+        weights.round_inputs(block, block.binding, "")
         sizes = {True: 0, False: 0}
         for entry in source.entries.values():
             if not entry.file.startswith(MTP_FILES):  # a borrowed block is not its own
                 sizes[plan.view.is_mtp(entry.name)] += entry.num_bytes
         return Reading(
             target=found,
-            acceptance=acceptance(found, [block.requires_grad_(False)]),
+            acceptance=acceptance(found, [block]),
             backbone_bytes=sizes[False],
             mtp_bytes=sizes[True],
         )

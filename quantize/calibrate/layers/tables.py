@@ -84,13 +84,15 @@ def calibrate_head(
         head: what the plan says of it.
         batches: of the calibration text, after the last layer.
     """
-    work = LayerWork.of(skeleton.plan, {"head.weight": (Piece(tensor=head),)})
+    work = LayerWork.of(skeleton.plan, {"0.weight": (Piece(tensor=head),)})
     # An algorithm that rewrites layers rewrites no head.
     work = replace(work, algorithm="minmax", knobs={})
     states = _states_before(batches)
     with skeleton.head():
-        # The observed one is thrown away with what is hung on it.
-        alone = _HeadAlone(deepcopy(skeleton.model.get_output_embeddings()), skeleton.model.config)
+        # The observed one is thrown away with what is hung on it. llm-compressor takes it for no
+        # head, which it would leave out.
+        alone: Any = nn.Sequential(deepcopy(skeleton.model.get_output_embeddings()))
+        alone.config = skeleton.model.config
     return work, calibrate(alone, states, work)
 
 
@@ -99,23 +101,4 @@ def _states_before(batches: Batches) -> Iterator[dict[str, Tensor]]:
     for arguments in batches:
         with torch.no_grad():
             output = batches.skeleton.model(**arguments, use_cache=False)
-        yield {"states": output.logits}
-
-
-class _HeadAlone(nn.Module):
-    """A head that nothing takes for one: llm-compressor leaves heads out while it calibrates."""
-
-    def __init__(self, head: Any, config: Any):
-        super().__init__()
-        self.head = head
-        self.config = config
-
-    def get_input_embeddings(self) -> None:
-        """None: it is handed states."""
-
-    def get_output_embeddings(self) -> None:
-        """None: see above."""
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Logits [B, S, V] of states [B, S, K]."""
-        return self.head(states)
+        yield {"input": output.logits}
