@@ -49,7 +49,7 @@ class Evaluation(Frozen):
             others.
         k: drafted tokens in each step (method=mtp).
         concurrency: number of requests at the same time.
-        limit: number of questions, from the first; None for all.
+        limit: number of questions, two or more, from the first; None for all.
         seed: for the choice of shots and for the server, which adds 1 for each further run.
         repeats: runs; each asks every question once.
         temperature: 0 is greedy.
@@ -66,7 +66,7 @@ class Evaluation(Frozen):
     max_tokens: _Count = 1024
     k: Annotated[int, Field(gt=0, le=1024)] = 1
     concurrency: _Count = 32
-    limit: _Count | None = None
+    limit: Annotated[int, Field(gt=1)] | None = None
     seed: Annotated[int, Field(ge=0)] = 1234
     repeats: Annotated[int, Field(gt=0, le=1024)] = 1
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
@@ -112,9 +112,10 @@ class Evaluation(Frozen):
         if self.dataset is not None and self.dataset_revision is not None:
             rule = "dataset_revision: must be left out for a file"
             yield rule, repr(self.dataset_revision), "Remove it"
-        how = self.api, self.shots, self.repeats
-        if self.calls_tools and how != ("chat", 0, 1):
-            yield "api, shots, repeats: must be chat, 0, 1 for tool-calls", how, "Leave them out"
+        how = self.api, self.shots, self.repeats, self.dataset
+        if self.calls_tools and how != ("chat", 0, 1, None):
+            rule = "api, shots, repeats, dataset: must be chat, 0, 1 and none for tool-calls"
+            yield rule, how, "Leave them out"
         if self.repeats > 1 and not self.temperature:
             rule = "repeats: must be 1 where temperature is 0, because all runs are the same"
             yield rule, self.repeats, "Set a temperature"

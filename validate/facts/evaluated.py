@@ -262,8 +262,6 @@ class TaskFact(Fact):
         harness = "" if self.protocol.calls_tools else f"lm-eval {self.environment['lm-eval']}, "
         where = f"vLLM {self.environment['vllm']} on {self.environment['device']}"
         yield f"{self.protocol.title} on {self.protocol.dataset_name}: {said}; {harness}{where}."
-        if self.environment.get("left out"):
-            yield f"Conversations left out: {self.environment['left out']}."
 
     @model_validator(mode="after")
     def _has_the_same_filters(self) -> "TaskFact":

@@ -79,7 +79,6 @@ class Questions:
         dataset_sha256: of questions and reference answers, in order.
         tasks: lm-eval's, by name.
         rows: that are asked of each, by number.
-        notes: what the environment of a result says of them.
     """
 
     protocol: Evaluation
@@ -87,7 +86,6 @@ class Questions:
     dataset_sha256: str
     tasks: Mapping[str, Task] = field(default_factory=dict)
     rows: Mapping[str, list[int]] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num(self) -> int:

@@ -43,7 +43,7 @@ def questions_of(protocol: Evaluation) -> Questions:
     """All that is asked under a protocol.
 
     Raises:
-        RecipeError: see `lm_eval_task.questions` and `conversations`.
+        RecipeError: see `lm_eval_task.questions`.
     """
     if protocol.calls_tools:
         return conversations(protocol)
@@ -241,5 +241,5 @@ def _task_fact(
         plain=facts.get("plain"),
         drafting=drafted,
         num_calls=num_calls,
-        environment={**VERSIONS, **questions.notes, **setup.environment},
+        environment={**VERSIONS, **setup.environment},
     )

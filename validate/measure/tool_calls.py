@@ -17,7 +17,7 @@ from typing import Any
 from ...checkpoints.source import Source, view_of
 from ...recipes.errors import RecipeError
 from ..facts.evaluated import ScoreFact, score_of
-from .conversations import Dialogue, Turn, is_right
+from .conversations import SCHEMAS, TOOLS, Call, Dialogue, Turn
 from .harness import takes_tools
 from .lm_eval_task import Questions, sum_of
 from .room import options_of
@@ -70,7 +70,7 @@ def answer(server: Server, asked: Questions, number: int) -> Answer:
     said = []
     for is_streamed, turn in product((False, True), list[Turn](item.turns)):
         body = protocol.model_dump(include=_SENT)
-        body |= {"messages": turn.messages, "tools": item.tools}
+        body |= {"messages": turn.messages, "tools": TOOLS}
         timeout = _LEAST_SECONDS + protocol.max_tokens
         said.append(server.say(body, is_streamed=is_streamed, timeout=timeout))
     texts, reasons, nums = zip(*said, strict=True)
@@ -103,7 +103,7 @@ def scores(
         for names, texts in zip(_WAYS, answers, strict=False):
             said = iter(json.loads(texts[number]))
             for name in names:
-                found = [_lacks(item, turn, next(said)) for turn in item.turns]
+                found = [_lacks(turn, next(said)) for turn in item.turns]
                 right[name].append(not any(found))
                 lacks.update(found)
         for name in _LACKS:
@@ -116,41 +116,28 @@ def num_calls(texts: Iterable[str]) -> int:
     return sum([len(said[1]) for text in texts for said in json.loads(text) if said])
 
 
-def _lacks(item: Dialogue, turn: Turn, said: Any) -> str:
+def _lacks(turn: Turn, said: Any) -> str:
     """What an answer lacks, by `_LACKS` or "right calls"; "" where nothing."""
+    from jsonschema import Draft202012Validator  # which other tasks do without
+
     if said is None:
         return "ended"
     content, calls = said
     is_named = any(call.tool in content for call in turn.wanted)
     if not calls and is_named and _IN_CALLS.search(content):
         return "JSON"  # the parser left it in the text
-    options = list[list[int]]()
+    is_right = bool(calls or content.strip())
+    left = list(turn.wanted)
     for tool, text in calls:
         try:
             given = json.loads(text)
         except (ValueError, RecursionError):
             return "JSON"
-        if not item.takes(tool, given):
+        if tool not in SCHEMAS or not Draft202012Validator(SCHEMAS[tool]).is_valid(given):
             return "schema"
-        options.append([])
-        for place, one in enumerate(turn.wanted):
-            if one.tool == tool and is_right(given, one.wanted):
-                options[-1].append(place)
-    is_right_number = len(calls) == len(turn.wanted) and bool(calls or content.strip())
-    return "" if is_right_number and _are_distinct(options) else "right calls"
-
-
-def _are_distinct(options: Sequence[Sequence[int]]) -> bool:
-    """Whether each call can be a wanted one that no other call is, whatever the order."""
-    taken = dict[int, int]()
-
-    def gets_one(call: int, tried: set[int]) -> bool:
-        for place in options[call]:
-            if place not in tried:
-                tried.add(place)
-                if place not in taken or gets_one(taken[place], tried):
-                    taken[place] = call
-                    return True
-        return False
-
-    return all(gets_one(call, set()) for call in range(len(options)))
+        call = Call(tool=tool, arguments=given)
+        if call in left:
+            left.remove(call)
+        else:
+            is_right = False
+    return "" if is_right and not left else "right calls"
