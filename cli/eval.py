@@ -41,6 +41,14 @@ _MAX_TOKENS = 256  # of an answer to a prompt
 _OF_ANY_TASK = ("task", "k", "concurrency", "limit", "seed", "prefix_caching")
 _OF_TASKS = ("task", "dataset", "limit", "max_tokens")
 _OF_A_DRAFT = ("acceptance", "lossless")
+# The stations that an option is for.
+_USED_BY = {
+    "prompts": _OF_A_DRAFT,
+    "depth": ("lossless",),
+    **dict.fromkeys(("task", "dataset", "limit"), ("tasks",)),
+    **dict.fromkeys(("text", "tokens"), ("closeness",)),
+}
+_TOKENS = 32_768  # of held-out text
 
 
 @frozen
@@ -68,29 +76,39 @@ class EvalOptions:
         None
     )
     prompts: PromptsOption = None
-    depth: Annotated[str, typer.Option(help="Ask the probe after so many other tokens.")] = "0"
+    depth: Annotated[str | None, typer.Option(help="Ask the probe after so many other tokens.")] = (
+        None
+    )
     text: Annotated[Path | None, typer.Option(help="Held-out text: .txt or .jsonl.")] = None
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of that text, at most.")] = 32_768
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help=f"Tokens of that text, at most: {_TOKENS:,}.")
+    ] = None
 
     def stations(self, gates: "Gates", draft: str) -> tuple[str, ...]:
         """Those that are named; else all that are of use.
 
         Raises:
-            RecipeError: a name that is none of them; a draft alone has no tasks and no closeness.
+            RecipeError: a name that is none of them; a draft alone has no tasks and no closeness;
+                or an option of one that is not asked.
         """
         known = STATIONS
         if draft:
             known = _OF_A_DRAFT
         elif not (self.text or gates.max_divergence or gates.max_flips):
             known = STATIONS[:-1]
-        if not self.only:
-            return known
-        named = self.only.split(",")
+        named = known
+        if self.only:
+            named = tuple(self.only.split(","))
         for name in named:
             if name not in (known if draft else STATIONS):
                 cure = did_you_mean(name, STATIONS, otherwise=f"Use --only {','.join(known)}")
                 raise RecipeError("--only", "must list what can be measured", got=name, cure=cure)
-        return tuple(named)
+        for option, stations in _USED_BY.items():
+            if getattr(self, option) is not None and not {*stations} & {*named}:
+                rule = f"is for {' or '.join(stations)}, which must be asked"
+                cure = f"Leave it out, or ask --only {stations[-1]}"
+                raise RecipeError(f"--{option}", rule, got=", ".join(named), cure=cure)
+        return named
 
     def protocols(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
         """The recipe's tasks, or the one that is named, with these changes."""
@@ -199,7 +217,7 @@ def _stations(
     if {"acceptance", "lossless"} & {*chosen}:
         depths = ()
         if "lossless" in chosen:
-            depths = numbers("--depth", asked.depth, least=0)
+            depths = numbers("--depth", asked.depth or "0", least=0)
             for each in opened:
                 probe.refuse_depth(each, max(depths))
         prompts = PROMPTS
@@ -228,7 +246,7 @@ def _stations(
         where = f"{session.opened.where}: keepmtp.json"
         # A text of the calibration data is refused: it says nothing.
         text = held_out(asked.text, record and read_record(record, where=where))
-        depth = closeness.Depth(tokens=asked.tokens)
+        depth = closeness.Depth(tokens=asked.tokens or _TOKENS)
         makers["closeness"] = partial(closeness.Closeness, text=text, depth=depth)
     return makers
 

@@ -35,32 +35,22 @@ def shown(facts: Mapping[str, Any], judged: JudgementFact) -> Iterator[Renderabl
     yield table(f"eval {path}", [head.removeprefix(">") for head in found.columns], found.rows)
     notes = dict[str, None]()
     for fact in facts.values():
-        notes |= dict.fromkeys([*_served(fact), *fact.notes()])
+        notes |= dict.fromkeys([*how_served(fact), *fact.notes()])
     yield from notes
     yield "±: one standard error; in brackets the 95 % interval; length: tokens a target's step."
     yield from verdict(path, judged)
 
 
-def _served(fact: Any) -> Iterator[str]:
-    """How the models were served, where that is not as they are."""
-    for model in (fact.source, fact.checkpoint):
-        if model and model.reason:
-            yield how_served(model.role, model.as_served, model.reason)
-
-
 def benched(found: BenchFact) -> Iterator[RenderableType]:
-    """A table for each checkpoint; then the recommendations, and what a reader should know."""
-    for benched in found.benched:
-        yield drawn(f"bench {benched.path} ({benched.role})", tables.cells(benched))
-        if benched.as_served != "native":
-            served = f"served as a {benched.as_served}. {benched.reason}"
-            yield f"NOT the checkpoint's speed: it was {served}."
-        elif benched.reason:
-            yield how_served(benched.role, benched.as_served, benched.reason)
-    yield from found.notes()
+    """Source and checkpoint by load and k; then which k to serve with, and what a reader should
+    know.
+    """
+    yield drawn(f"bench {found.checkpoint.path}", tables.results(found.cells()))
+    yield from how_served(found)
+    yield from found.remarks()
     yield (
-        "tok/s: ± half the distance from slowest to fastest; first, each: milliseconds to the "
-        "first token and to each further one; length: tokens a step of the target."
+        "Tokens a second: ± half the distance from slowest to fastest; length: tokens a step of "
+        "the target."
     )
     form = "as texts"
     if found.checkpoint.form == "chat":

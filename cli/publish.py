@@ -48,9 +48,9 @@ def publish(
     that was interrupted is continued by the same command. The token is HF_TOKEN or that of `hf auth
     login`.
 
-    To the repository that it was made from, only what has changed is sent: one commit, as a pull
-    request, unless that repository has moved on. --update writes to its main branch instead; its
-    history keeps what was there.
+    To the repository that it was made from, and to any that is public, only what has changed is
+    sent: one commit, as a pull request, unless the first has moved on. --update proposes it to what
+    is there now.
 
     Exit status 1 if the report is not green or the repository is not what was sent; 2 for anything
     else.
@@ -101,13 +101,13 @@ def publish(
         files = _files(delivery)
         value = {"repo": repo, "files": files}
         changed = [*parcel.files]
-        if delivery.made_from:
+        if delivery.base:
             changed = delivery.missing
         num_bytes = parcel.num_bytes(changed)
         if not token or dry_run:
             value |= {"there": there, "bytes": parcel.num_bytes(parcel.files)}
             value["other_files"] = delivery.named("other")
-            if delivery.made_from:
+            if delivery.base:
                 value["proposed"] = {"files": changed, "bytes": num_bytes}
             answer(value, [_would_be_sent(files), _rest(value)], as_json=as_json)
             return
@@ -115,7 +115,7 @@ def publish(
         # A new repository becomes public only after its bytes were checked there. One that is
         # public already shows them at once.
         if is_public and not yes:
-            read = "so what is sent can be read on a branch before it is checked"
+            read = "so what is sent can be read in its pull request before it is checked"
             _confirm(f"{repo} is public, {read}")
         verb, done = _sent(delivery, hub, public=public)
     value |= {"url": url, **done}
@@ -128,7 +128,7 @@ def _sent(delivery: "Delivery", hub: "Hub", *, public: bool) -> tuple[str, Json]
     from ..validate.publish import upload as publishing
 
     value: Json = {}
-    if delivery.made_from:
+    if delivery.base:
         verb = "proposed"
         done = publishing.propose(delivery, hub)
         value["pull_request"] = done.pull_request

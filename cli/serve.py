@@ -44,7 +44,7 @@ def serve(
     with vLLM as it is. Words after `--` go to `vllm serve`, such as --max-model-len, or
     --trust-remote-code once you have read the checkpoint's Python. Without -k, it is what was
     measured best, else the number of MTP layers. --host 0.0.0.0 lets in everybody on the machines
-    that reach it; --dry-run prints the commands for a shell and for Docker.
+    that reach it; --dry-run prints the command.
 
     The process becomes vLLM's own: its log, its signals and its exit status. While requests are
     answered, vLLM logs how many drafts were accepted, by position.
@@ -106,7 +106,7 @@ def serve(
         extra = (*serving.draft_at(drafting, is_served=not dry_run), *extra)
     if dry_run:
         where = {"host": host, "port": str(port)}
-        serving.print_commands(opened, best, extra, cures, **where, as_json=as_json)
+        serving.print_command(opened, best, extra, cures, **where, as_json=as_json)
         return
     assert vllm is not None
     address = ("--host", host, "--port", str(port))

@@ -17,12 +17,11 @@ from ..recipes.errors import GateError, RecipeError, VLLMError
 from ..recipes.tensor_parallel import Split
 from ..validate.check.check import Checked
 from ..validate.facts.findings import errors_of
-from ..validate.facts.vllm_env import TESTED, VLLM
+from ..validate.facts.vllm_env import VLLM
 from ..validate.measure.bf16_copy import why_no_kernel
-from ..validate.measure.cures import switched_on
 from ..validate.measure.harness import refuse_drafts
 from ..validate.measure.room import options_of, refuse_full_gpus
-from ..validate.measure.serve_line import docker_words, method_words, separate_draft, serve_words
+from ..validate.measure.serve_line import method_words, separate_draft, serve_words
 from ..validate.measure.server import become
 from ..validate.report.best_k import BestK, best_k
 from .findings import with_path, with_values_read
@@ -187,7 +186,7 @@ def chosen_k(opened: Source, asked: int | None, num_mtp_layers: int, device: str
     return best
 
 
-def print_commands(
+def print_command(
     opened: Source,
     best: BestK,
     further: Sequence[str],
@@ -197,20 +196,11 @@ def print_commands(
     port: str,
     as_json: bool,
 ) -> None:
-    """Print the serve line for a shell, where `cures` are switched on, and for Docker."""
-    model = opened.where
-    if opened.folder is not None:
-        model = str(opened.folder.absolute())  # Docker mounts it
-    further = (*method_words(opened), *further)
-    line = serve_words(opened.where, best.k, "--host", host, "--port", port, *further, cures=cures)
-    cures = switched_on(opened, TESTED[0])
-    # A container listens everywhere within; what is published is this machine's address.
-    if ":" in host:
-        host = f"[{host}]"
-    address = f"{host}:{port}"
-    docker = docker_words(model, best.k, *further, version=TESTED[0], cures=cures, address=address)
-    value = {"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker}
-    lines = [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)]
+    """Print the serve line, where `cures` are switched on."""
+    further = ("--host", host, "--port", port, *method_words(opened), *further)
+    line = serve_words(opened.where, best.k, *further, cures=cures)
+    value = {"path": opened.where, "k": best.k, "why": best.why, "words": line}
+    lines = [f"# k={best.k}: {best.why}", shlex.join(line)]
     if best.versions:
         value["versions"] = best.versions
         lines.insert(1, f"# vLLM: {best.versions}")

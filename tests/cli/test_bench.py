@@ -34,23 +34,21 @@ def test_a_dry_run_counts_cells_and_servers(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_table_is_the_publishers_with_the_spread_and_the_recommended_k():
+def test_source_and_checkpoint_stand_beside_each_other_and_a_sentence_says_which_k_to_serve():
     file = io.StringIO()
     Console(file=file, width=200).print(*shown(bench_fact()), highlight=False)
     assert_shows(
         file.getvalue(),
-        "bench /data/source (source)",
-        "1 at once best 3 115.8 ± 2.3 1.82 20.0 8.6 90.0 81.0 72.9 3.44",
-        "bench /data/checkpoint (checkpoint)",
-        "over first each by position, load k tok/s k=0 ms ms % length",
-        "1 at once 0 105.9 ± 2.1 - 20.0 9.4 - -",
-        "1 at once best 3 193.0 ± 3.9 1.82 20.0 5.2 90.0 81.0 72.9 3.44",
-        "8 at once best 0 900.0 ± 18.0 - 20.0 1.1 - -",
-        "1 at once: k=3, 1.82 times as fast as k=0: its slowest repetition, 189.1 tokens a second, "
-        "is faster than the fastest of k=2, 183.5.",
-        "8 at once: k=0: no larger k is faster than k=0 beyond the spread of the repetitions.",
+        "bench /data/checkpoint",
+        "tokens a second, 1 at once, k=0 63.5 ± 1.3 105.9 ± 2.1 -",
+        "tokens a second, 1 at once, k=3 115.8 ± 2.3 193.0 ± 3.9 -",
+        "times as fast as k=0, 1 at once, k=3 1.82 1.82 -",
+        "ms to the first token, 1 at once, k=3 20.0 20.0 -",
+        "ms for each further token, 1 at once, k=3 8.6 5.2 -",
+        "tokens a second, 8 at once, k=0 900.0 ± 18.0 900.0 ± 18.0 -",
+        "Serve 1 at once with k=3, 1.82 times as fast as without MTP; 8 at once without MTP.",
         "k=4, 8 at once: 77.4 % of the drafts are accepted, and it is slower than k=0 (0.53x).",
-        "tok/s: ± half the distance from slowest to fastest",
+        "Tokens a second: ± half the distance from slowest to fastest",
         "880 prompts of qualitative.jsonl, as messages through the chat template, greedily;",
         "vLLM 0.32.0 on NVIDIA H200 (140 GiB).",
     )

@@ -8,7 +8,7 @@ import measured
 import pytest
 from commands import GLM, assert_shows, keepmtp_without
 from data_files import cases, put_json
-from evaluations import FACTS, Answers, evaluation, several
+from evaluations import Answers, evaluation, several
 from keepmtp.cli.eval import EvalOptions
 from keepmtp.cli.main import app
 from keepmtp.cli.measured import shown
@@ -155,7 +155,6 @@ TOOL_CALLS = (
     "tool-calls not measured tool-calls, flexible-extract: 84.17 % of 120 questions",
     "drafting pass tool-calls: 3 of 120 greedy answers are another text with MTP on than off.",
     "tool-calls on keepmtp: task tool-calls, shots 0, api chat, max_tokens 4096, k 3,",
-    "Conversations left out: 3 of them.",
 )
 SEVERAL = (
     "gsm8k, flexible-extract, 1,319 questions 68.99 % ± 1.27 68.92 % ± 1.27 -",
@@ -178,10 +177,6 @@ SEVERAL = (
                 Answers(both=100, only_source=9, only_checkpoint=1, neither=10),
                 protocol={"task": "tool-calls"},
                 switched=(2, 1),
-            ).model_copy(
-                update={
-                    "environment": FACTS["evaluation"]["environment"] | {"left out": "3 of them"}
-                }
             ),
             TOOL_CALLS,
         ),

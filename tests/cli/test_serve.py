@@ -24,13 +24,12 @@ from keepmtp.checkpoints.files import remove_left, write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.plan_tables import next_steps
-from keepmtp.cli.serving import attention_words, print_commands
+from keepmtp.cli.serving import attention_words, print_command
 from keepmtp.quantize.needs.cards import GPU
 from keepmtp.recipes.runtimes.vllm import NEWEST
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.cures import switched_on
-from keepmtp.validate.measure.serve_line import docker_words
 from keepmtp.validate.report.best_k import BestK, best_k
 from keepmtp.validate.report.report import refresh
 from processes import MARK, marked, until
@@ -149,11 +148,11 @@ def test_the_users_own_tensor_parallel_size_is_checked(tmp_path):
     refused(f"serve {folder} --dry-run -- -tp 2", says="cannot split it at TP 2", status=1)
 
 
-def test_the_address_is_in_the_commands(capsys):
+def test_the_address_is_in_the_command(capsys):
     best = BestK(k=1, why="as you say")
-    print_commands(open_source(GLM), best, ("-tp", "2"), host="::1", port="81", as_json=False)
-    shell, docker = capsys.readouterr().out.splitlines()[1:]
-    assert shell.endswith(" --host ::1 --port 81 -tp 2") and " -p '[::1]:81:8000' " in docker
+    print_command(open_source(GLM), best, ("-tp", "2"), host="::1", port="81", as_json=False)
+    (shell,) = capsys.readouterr().out.splitlines()[1:]
+    assert shell.endswith(" --host ::1 --port 81 -tp 2")
 
 
 @pytest.mark.parametrize("model, is_cured", [("step-3.5-flash", True), ("glm-4.7", False)])
@@ -167,27 +166,22 @@ def test_quantize_prints_a_line_that_works(model, is_cured, tmp_path, capsys):
     cures = switched_on(opened, NEWEST)
     assert bool(cures) == is_cured
     best = BestK(k=1, why="as you say")
-    print_commands(opened, best, (), cures, host="::1", port="81", as_json=False)
-    _, line, _ = capsys.readouterr().out.splitlines()
+    print_command(opened, best, (), cures, host="::1", port="81", as_json=False)
+    _, line = capsys.readouterr().out.splitlines()
     assert line.startswith(f"env KEEPMTP_CURES={','.join(cures)} vllm serve") == is_cured
 
 
 @pytest.mark.full
-def test_the_commands():
+def test_the_command():
     said = ran(f"serve {GLM} -k 3 --dry-run -- --max-model-len 2048")
     drafts = """--speculative-config '{"method":"mtp","num_speculative_tokens":3}'"""
     assert said.splitlines() == [
         "# k=3: as you say",
         f"vllm serve {GLM} {drafts} --host 127.0.0.1 --port 8000 --max-model-len 2048",
-        f"docker run --gpus all -v {GLM}:/model:ro -p 127.0.0.1:8000:8000 --ipc=host "
-        "vllm/vllm-openai:v0.32.0 /model --served-model-name tiny-glm4-moe "
-        f"{drafts} --max-model-len 2048",
     ]
     told = json.loads(ran(f"serve {GLM} -k 0 --dry-run --json"))
     here = ["--host", "127.0.0.1", "--port", "8000"]
     assert told["words"] == ["vllm", "serve", str(GLM), *here] and told["why"] == "as you say"
-    image = ("--ipc=host", "vllm/vllm-openai:v0.32.0", "a/b")
-    assert docker_words("a/b", 0, version="0.32.0+cpu")[-3:] == image
 
 
 # --- which k --------------------------------------------------------------------------------------

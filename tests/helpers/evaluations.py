@@ -11,7 +11,6 @@ from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.binomial import sign_test
 from keepmtp.validate.facts.evaluated import (
     NOT_EMPTY,
-    ChangedAnswer,
     DraftingFact,
     EvaluatedFact,
     EvaluationFact,
@@ -107,14 +106,12 @@ def evaluation(
         off, on = switched
         drafts = {"shares": (), "drafts": 0, "sha256": "c" * 64}
         added["plain"] = evaluated("plain", right + off - on, num, **drafts)
-        shown = ChangedAnswer(question=7, plain="... so it is 8", drafting="... so it is 9")
         added["drafting"] = DraftingFact(
             switches=(
-                *(_switch(name, right, num, off, on) for name in FILTERS),
-                _switch(NOT_EMPTY, num - empty, num, empty, 0),
+                *(_switch(name, off, on) for name in FILTERS),
+                _switch(NOT_EMPTY, empty, 0),
             ),
             num_changed=off + on + empty,
-            changed=(shown,) * (off + on > 0),
         )
     return EvaluationFact(
         protocol=Evaluation(**({"k": 3} | (protocol or {}))),
@@ -124,16 +121,13 @@ def evaluation(
     )
 
 
-def _switch(reads: str, right: int, num: int, only_plain: int, only_drafting: int) -> SwitchFact:
-    """As many questions as named switch, the first ones of all."""
+def _switch(reads: str, only_plain: int, only_drafting: int) -> SwitchFact:
+    """As many questions as named switch."""
     return SwitchFact(
         reads=reads,
-        both=right - only_drafting,
         only_plain=only_plain,
         only_drafting=only_drafting,
-        neither=num - right - only_plain,
         chance=sign_test(only_plain, only_drafting),
-        questions=tuple(range(min(20, only_plain + only_drafting))),
     )
 
 

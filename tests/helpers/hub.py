@@ -366,16 +366,6 @@ class _Handler(BaseHTTPRequestHandler):
         }
         self._say(200, {"casUrl": place, "accessToken": "xet", "exp": 1 << 32}, headers)
 
-    def _branch(self, body: bytes, *, repo: str, branch: str) -> None:
-        branches = self.hub.repos[repo].branches
-        if self.command == "DELETE":
-            del branches[branch]
-        elif branch in branches:
-            return self._refuse(409, "Reference already exists")
-        else:
-            branches[branch] = json.loads(body)["startingPoint"]
-        self._say(200, {})
-
     def _preupload(self, body: bytes, *, repo: str, revision: str) -> None:
         there = self.hub.repos[repo].at(revision)
         files = []
@@ -531,7 +521,6 @@ _WRITES = (
     _Handler._batch,
     _Handler._commit,
     _Handler._settings,
-    _Handler._branch,
 )
 _REPO, _AT = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)", r"(?P<revision>refs/pr/\d+|[^/]+)"
 _ROUTES = (
@@ -546,7 +535,6 @@ _ROUTES = (
     ("PUT", rf"/api/models/{_REPO}/settings", _Handler._settings),
     ("GET", rf"/api/models/{_REPO}/xet-write-token/{_AT}", _Handler._xet_token),
     ("POST", rf"/api/models/{_REPO}/paths-info/{_AT}", _Handler._paths_info),
-    ("POST DELETE", rf"/api/models/{_REPO}/branch/(?P<branch>[^/]+)", _Handler._branch),
     ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler._batch),
     ("PUT", r"/lfs/(?P<oid>\w{64})", _Handler._put),
     ("POST", r"/lfs-verify", _Handler._verify),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from data_files import table
 from keepmtp.checkpoints.identity import file_sha256
-from keepmtp.validate.facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition
-from keepmtp.validate.facts.closeness import ClosenessFact, PredictedFact, WorstFact
+from keepmtp.validate.facts.benched import BenchCell, Benched, BenchFact, Repetition
+from keepmtp.validate.facts.closeness import ClosenessFact, PredictedFact
 from keepmtp.validate.facts.served import AsServed, Role
 from keepmtp.validate.measure import figures
 from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, ComparedWindow, Sitting
@@ -32,8 +32,6 @@ def closeness(
     found = ComparedFile(path, header)
     for number in range(num_windows):
         nats = 0.008 + 0.001 * (number % 5)
-        tokens = {"context": "The sky is"} | dict.fromkeys(("token", "source"), " blue")
-        worst = WorstFact(window=number, at=1, nats=nats, checkpoint=" red", **tokens)
         found.add(
             ComparedWindow(
                 window=number,
@@ -42,7 +40,6 @@ def closeness(
                 outside=(0.01,) * 100,
                 source_nll=200.0,
                 checkpoint_nll=210.0,
-                worst=worst,
             )
         )
     found.add(Sitting(sitting=1, as_served=as_served, reason="", seconds=12.5, repeated=0.0))
@@ -59,7 +56,6 @@ def closeness(
 
 AT = "2030-01-02 03:04:05 UTC"
 _TOKENS = 10_000
-_TIMES = Latency(median_ms=20.0, p99_ms=31.0)
 # What publishers of DeepSeek-V4-Flash print by hand, k = 0 to 4 in one thread.
 FLASH = {0: 105.9, 1: 152.7, 2: 179.9, 3: 193.0, 4: 162.1}
 
@@ -76,9 +72,8 @@ def repetition(
         requests=requests,
         input_tokens=4 * _TOKENS,
         output_tokens=_TOKENS,
-        first_token=_TIMES,
-        per_token=Latency(median_ms=1000 / rate, p99_ms=2000 / rate),
-        between=_TIMES,
+        first_token_ms=20.0,
+        per_token_ms=1000 / rate,
         drafts=4000 if k else 0,
         draft_tokens=4000 * k,
         accepted_tokens=sum(kept),
@@ -91,16 +86,13 @@ def cell(
     rates: Sequence[float],
     *,
     concurrency: int = 1,
-    context: int = 0,
     share: float = 0.9,
     error: str = "",
 ) -> BenchCell:
     repetitions = tuple(
         repetition(k, rate, number=number, share=share) for number, rate in enumerate(rates)
     )
-    return BenchCell(
-        k=k, concurrency=concurrency, context=context, repetitions=repetitions, error=error
-    )
+    return BenchCell(k=k, concurrency=concurrency, repetitions=repetitions, error=error)
 
 
 def benched(

@@ -22,13 +22,10 @@ RequestForm = Literal["chat", "completions"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _HIGH_ACCEPTANCE = 0.5
-
-
-class Latency(Fact):
-    """Of one repetition's requests or tokens, in milliseconds."""
-
-    median_ms: Figure
-    p99_ms: Figure
+NO_SPEED = (
+    "Speed was not measured in a way that promises one: that needs a GPU, and `keepmtp bench` of "
+    "these very bytes."
+)
 
 
 class Repetition(Drafts):
@@ -40,10 +37,9 @@ class Repetition(Drafts):
         seconds: wall time from the first request to the last token.
         requests: all of them were answered.
         input_tokens, output_tokens: as the server counts them.
-        first_token: from a request to its first token (TTFT).
-        per_token: of each request, the time after its first token over its other tokens (TPOT).
-        between: from one piece of a stream to the next (ITL). With drafting a piece may hold
-            several tokens.
+        first_token_ms: median time from a request to its first token (TTFT).
+        per_token_ms: median, over requests, of the time after the first token over the other tokens
+            (TPOT).
     """
 
     number: Count
@@ -52,27 +48,14 @@ class Repetition(Drafts):
     requests: PositiveInt
     input_tokens: Count
     output_tokens: Count
-    first_token: Latency
-    per_token: Latency
-    between: Latency
+    first_token_ms: Figure
+    per_token_ms: Figure
 
     @computed_field
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens over wall time, all requests together."""
         return self.output_tokens / self.seconds
-
-    @computed_field
-    @property
-    def all_tokens_per_second(self) -> float:
-        """The same with the tokens of the prompts."""
-        return (self.input_tokens + self.output_tokens) / self.seconds
-
-    @computed_field
-    @property
-    def requests_per_second(self) -> float:
-        """Answered requests over wall time."""
-        return self.requests / self.seconds
 
 
 class BenchCell(Fact):
@@ -81,87 +64,38 @@ class BenchCell(Fact):
     Attributes:
         k: tokens drafted a step; 0 served without method=mtp.
         concurrency: requests in flight.
-        context: tokens that earlier versions brought each prompt to; 0 where prompts were sent as
-            they are.
         repetitions: by number; empty where `error` says why.
         error: why there is no figure; "" if there is one.
     """
 
     k: NumDrafts
     concurrency: PositiveInt
-    context: Count = 0
     repetitions: tuple[Repetition, ...] = ()
     error: str = ""
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """Concurrency and context: what is compared over k."""
-        return self.concurrency, self.context
 
     @computed_field
     @property
     def tokens_per_second(self) -> float | None:
         """Median over the repetitions; None where there is none."""
-        return _median(self._rates)
+        return median(self.rates) if self.rates else None
 
     @computed_field
-    @property
-    def slowest(self) -> float | None:
-        """Tokens a second of the slowest repetition."""
-        return min(self._rates, default=None)
-
-    @computed_field
-    @property
-    def fastest(self) -> float | None:
-        """Tokens a second of the fastest repetition."""
-        return max(self._rates, default=None)
-
-    @computed_field
-    @property
-    def first_token_ms(self) -> float | None:
-        """Median over the repetitions of the median time to the first token."""
-        return _median([one.first_token.median_ms for one in self.repetitions])
-
-    @computed_field
-    @property
-    def per_token_ms(self) -> float | None:
-        """Median over the repetitions of the median time for each further token."""
-        return _median([each.per_token.median_ms for each in self.repetitions])
-
     @property
     def drafts(self) -> Drafts:
         """vLLM's counters over all repetitions."""
         return total(self.repetitions)
 
-    @computed_field
-    @property
-    def acceptance(self) -> float | None:
-        """Share of drafted tokens that were kept, over all repetitions; None where nothing was
-        drafted.
-        """
-        return self.drafts.acceptance
-
-    @computed_field
-    @property
-    def acceptance_per_position(self) -> tuple[float, ...]:
-        """Share of drafts whose token at each position was kept, over all repetitions."""
-        return self.drafts.acceptance_per_position
-
-    @computed_field
-    @property
-    def mean_accepted_length(self) -> float | None:
-        """Tokens a step of the target, over all repetitions; None where nothing was drafted."""
-        return self.drafts.mean_accepted_length
-
     @property
     def rate(self) -> str:
         """Tokens a second, ± half of what repetitions spread."""
-        if not (self.tokens_per_second and self.fastest and self.slowest):
+        if not self.rates:
             return "failed"
-        return f"{self.tokens_per_second:,.1f} ± {(self.fastest - self.slowest) / 2:,.1f}"
+        spread = max(self.rates) - min(self.rates)
+        return f"{self.tokens_per_second:,.1f} ± {spread / 2:,.1f}"
 
     @property
-    def _rates(self) -> list[float]:
+    def rates(self) -> list[float]:
+        """Tokens a second of each repetition."""
         return [each.tokens_per_second for each in self.repetitions]
 
     @model_validator(mode="after")
@@ -185,15 +119,9 @@ class RecommendedK(Fact):
     """
 
     concurrency: Count
-    context: Count
     k: NumDrafts | None
-    speed_up: Figure | None
+    speed_up: Figure | None = None
     says: str
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """As that of a cell."""
-        return self.concurrency, self.context
 
 
 class Benched(ServedModel):
@@ -203,7 +131,7 @@ class Benched(ServedModel):
         sha256: of the bytes, as `Identity.sha256`. The speed of a BF16 copy is not theirs.
         form: how prompts were sent: as messages through the chat template, or as texts.
         max_num_seqs, max_model_len: with which the servers were started, whatever the load.
-        cells: by context, then concurrency, then k.
+        cells: by concurrency, then k.
     """
 
     sha256: str
@@ -213,25 +141,30 @@ class Benched(ServedModel):
     cells: tuple[BenchCell, ...]
 
     @property
-    def loads(self) -> tuple[tuple[int, int], ...]:
-        """(concurrency, context), each once."""
-        return tuple(dict.fromkeys([cell.load for cell in self.cells]))
+    def loads(self) -> tuple[int, ...]:
+        """Requests in flight, each once."""
+        return tuple(dict.fromkeys([cell.concurrency for cell in self.cells]))
 
-    def cell(self, k: int, load: tuple[int, int]) -> BenchCell | None:
+    def cell(self, k: int, concurrency: int) -> BenchCell | None:
         """The cell with a figure, if there is one."""
         for cell in self.cells:
-            if (cell.k, cell.load) == (k, load) and cell.repetitions:
+            if (cell.k, cell.concurrency) == (k, concurrency) and cell.repetitions:
                 return cell
         return None
 
-    def speed_up(self, cell: BenchCell) -> float | None:
-        """Tokens a second over those of k=0 under the same load; None where there is nothing to
+    def times(self, cell: BenchCell) -> tuple[float, float, float] | None:
+        """Tokens a second over those of k=0 under the same load: of the slowest repetition over the
+        fastest, of the medians, of the fastest over the slowest; None where there is nothing to
         compare.
         """
-        plain = self.cell(0, cell.load)
-        if plain is None or not plain.tokens_per_second or cell.tokens_per_second is None:
+        plain = self.cell(0, cell.concurrency)
+        if plain is None or not cell.repetitions or not min(plain.rates):
             return None
-        return cell.tokens_per_second / plain.tokens_per_second
+        return (
+            min(cell.rates) / max(plain.rates),
+            median(cell.rates) / median(plain.rates),
+            max(cell.rates) / min(plain.rates),
+        )
 
     @computed_field
     @property
@@ -247,61 +180,48 @@ class Benched(ServedModel):
         # A draft costs time too, and only tokens a second say whether it paid (vllm #39680,
         # #35387).
         for cell in self.cells:
-            plain = self.cell(0, cell.load)
-            share = cell.acceptance
-            if plain is None or share is None or share < _HIGH_ACCEPTANCE:
-                continue
-            if cell.fastest and plain.slowest and cell.fastest < plain.slowest:
+            share = cell.drafts.acceptance
+            times = self.times(cell)
+            if times and share is not None and share >= _HIGH_ACCEPTANCE and times[2] < 1:
                 said.append(
-                    f"k={cell.k}, {words_of(cell.load)}: {100 * share:.1f} % of the drafts are "
-                    f"accepted, and it is slower than k=0 ({self.speed_up(cell):.2f}x). A draft "
-                    "costs more time here than it saves."
+                    f"k={cell.k}, {words_of(cell.concurrency)}: {100 * share:.1f} % of the drafts "
+                    f"are accepted, and it is slower than k=0 ({times[1]:.2f}x). A draft costs "
+                    "more time here than it saves."
                 )
         return tuple(said)
 
-    def _recommended(self, load: tuple[int, int]) -> RecommendedK:
+    def _recommended(self, concurrency: int) -> RecommendedK:
         """From the smallest k upwards: a larger one only if its slowest repetition beats the
         fastest of the best.
         """
-        concurrency, context = load
-        cells = [cell for cell in self.cells if cell.load == load and cell.repetitions]
+        cells = [cell for cell in self.cells if cell.concurrency == concurrency and cell.rates]
         cells.sort(key=lambda cell: cell.k)
         says = "no k has a figure"
         if cells:
             says = "one repetition has no spread: measure with --repeat 3"
-        if not cells or min([len(cell.repetitions) for cell in cells]) < 2:
-            return RecommendedK(
-                concurrency=concurrency, context=context, k=None, speed_up=None, says=says
-            )
+        if not cells or min([len(cell.rates) for cell in cells]) < 2:
+            return RecommendedK(concurrency=concurrency, k=None, says=says)
         best = cells[0]
         says = f"no larger k is faster than k={best.k} beyond the spread of the repetitions"
         if len(cells) == 1:
             says = "no other k was measured"
         for cell in cells[1:]:
-            if (cell.slowest or 0) > (best.fastest or 0):
+            slowest = min(cell.rates)
+            fastest = max(best.rates)
+            if slowest > fastest:
                 says = (
-                    f"its slowest repetition, {cell.slowest:.1f} tokens a second, is faster than "
-                    f"the fastest of k={best.k}, {best.fastest:.1f}"
+                    f"its slowest repetition, {slowest:.1f} tokens a second, is faster than the "
+                    f"fastest of k={best.k}, {fastest:.1f}"
                 )
                 best = cell
-        speed_up = self.speed_up(best)
-        return RecommendedK(
-            concurrency=concurrency, context=context, k=best.k, speed_up=speed_up, says=says
-        )
+        times = self.times(best)
+        speed_up = times and times[1]
+        return RecommendedK(concurrency=concurrency, k=best.k, speed_up=speed_up, says=says)
 
 
-def words_of(load: tuple[int, int]) -> str:
-    """`8 at once`, `8 at once, context 4,096`."""
-    concurrency, context = load
-    if not context:
-        return f"{concurrency} at once"
-    return f"{concurrency} at once, context {context:,}"
-
-
-def _median(values: list[float]) -> float | None:
-    if not values:
-        return None
-    return median(values)
+def words_of(concurrency: int) -> str:
+    """`8 at once`."""
+    return f"{concurrency} at once"
 
 
 class BenchFact(Fact):
@@ -315,7 +235,6 @@ class BenchFact(Fact):
         num_prompts: in the file.
         output_tokens: limit of tokens an answer; an answer that ends earlier by itself is not made
             longer.
-        rounds: how often each server was started; once, but in results of earlier versions.
         seed: of the order in which prompts are taken.
         environment: versions, device, and the words for `vllm serve`, by name.
     """
@@ -326,7 +245,6 @@ class BenchFact(Fact):
     prompts_sha256: str
     num_prompts: PositiveInt
     output_tokens: PositiveInt
-    rounds: PositiveInt = 1
     seed: Count
     environment: Mapping[str, str]
 
@@ -344,43 +262,69 @@ class BenchFact(Fact):
         return self.checkpoint.as_served == "native" and is_there
 
     def rows(self, wanted: str) -> Iterator[Row]:
-        """Tokens a second with the k that is recommended, and without drafting; then with each
-        k.
-        """
+        """Tokens a second with the k that is recommended, and without drafting; then `cells`."""
         if not self.counts():
             return
         for model in self.benched:
             for best in model.recommended:
-                yield from self._row(model, best.load, best.k, model.role)
-        for load in self.checkpoint.loads:
-            yield from self._row(self.checkpoint, load, 0, "plain")
-        for cell in self.checkpoint.cells:
-            case = f"{words_of(cell.load)}, k={cell.k}"
-            yield detail("tokens a second", case, "checkpoint", says=cell.rate)
+                yield from self._row(model, best.concurrency, best.k, model.role)
+        for concurrency in self.checkpoint.loads:
+            yield from self._row(self.checkpoint, concurrency, 0, "plain")
+        yield from self.cells()
 
-    def _row(self, model: Benched, load: tuple[int, int], k: int | None, of: Arm) -> Iterator[Row]:
+    def cells(self) -> Iterator[Row]:
+        """By load and k tokens a second, how much faster than k=0 that is, times, and drafts."""
+        for model in self.benched:
+            for cell in model.cells:
+                case = f"{words_of(cell.concurrency)}, k={cell.k}"
+                said = {"tokens a second": cell.rate}
+                times = model.times(cell)
+                if cell.k and times:
+                    said["times as fast as k=0"] = f"{times[1]:.2f}"
+                if cell.repetitions:
+                    firsts = [one.first_token_ms for one in cell.repetitions]
+                    others = [one.per_token_ms for one in cell.repetitions]
+                    said["ms to the first token"] = f"{median(firsts):,.1f}"
+                    said["ms for each further token"] = f"{median(others):,.1f}"
+                for metric, says in said.items():
+                    yield detail(metric, case, model.role, says=says)
+                asked = words_of(cell.concurrency)
+                yield from cell.drafts.accepted(model.role, cell.k, asked, is_detail=True)
+
+    def _row(self, model: Benched, load: int, k: int | None, of: Arm) -> Iterator[Row]:
         cell = None if k is None else model.cell(k, load)
         if cell:
             says = f"{cell.rate}, k={k}"
             yield Row(metric="tokens a second", case=words_of(load), of=of, says=says)
 
     def notes(self) -> Iterator[str]:
-        """What is recommended of the checkpoint, and what speaks against the figures."""
+        """The same, of figures that count."""
+        if self.counts():
+            yield from self.remarks()
+        else:
+            yield NO_SPEED
 
+    def remarks(self) -> Iterator[str]:
+        """Which k to serve with under which load, and what speaks against the figures."""
+        advised = []
         for row in self.checkpoint.recommended:
-            load = words_of(row.load)
-            if row.k is None:
-                yield f"{load}: no k is recommended: {row.says}."
-            else:
+            load = words_of(row.concurrency)
+            if row.k:
                 gain = ""
-                if row.k and row.speed_up:
-                    gain = f", {row.speed_up:.2f} times as fast as k=0"
-                yield f"{load}: k={row.k}{gain}: {row.says}."
+                if row.speed_up:
+                    gain = f", {row.speed_up:.2f} times as fast as without MTP"
+                advised.append(f"{load} with k={row.k}{gain}")
+            elif row.k == 0:
+                advised.append(f"{load} without MTP")
+            else:
+                yield f"{load}: no k is recommended: {row.says}."
+        if advised:
+            yield f"Serve {'; '.join(advised)}."
         yield from self.checkpoint.slower
         for model in self.benched:
             for cell in model.cells:
                 if cell.error:
                     yield (
-                        f"{model.role}, k={cell.k}, {words_of(cell.load)}: no figure. "
+                        f"{model.role}, k={cell.k}, {words_of(cell.concurrency)}: no figure. "
                         f"{cell.error.rstrip('.')}."
                     )

@@ -20,12 +20,6 @@ from .numbers import percent
 from .rows import Row, detail, share_of
 from .served import AsServed, Role
 
-HISTOGRAM_EDGES = tuple(10.0 ** (half / 2) for half in range(-14, 5))
-"""Nats, half a power of ten each: from 1e-7 to 100. The first bin has all below, the last all
-above.
-"""
-NUM_WORST = 10
-
 
 class SourceSitting(Fact):
     """One server of a model whose predictions were read.
@@ -41,27 +35,6 @@ class SourceSitting(Fact):
     reason: str
     seconds: Figure
     repeated: Figure | None = None
-
-
-class WorstFact(Fact):
-    """A position where the checkpoint predicts something else.
-
-    Attributes:
-        window: number of the window, from 0.
-        at: index in the window of the token that is predicted.
-        nats: divergence.
-        context: the end of the text before it.
-        token: that follows in the text.
-        source, checkpoint: what each predicts first.
-    """
-
-    window: Count
-    at: Count
-    nats: Figure
-    context: str
-    token: str
-    source: str
-    checkpoint: str
 
 
 class PredictedFact(Fact):
@@ -124,13 +97,9 @@ class ClosenessFact(Fact):
         divergence: Kullback-Leibler divergence of the checkpoint's predictions from the source's,
             nats a token; a lower bound where `top` is less than `vocabulary`.
         stderr: of `divergence`, over windows; None with one window.
-        median, percentile_99: of the divergence over positions.
         flips: positions where the first choice is another.
         effective_tokens: independent positions that would tell the share of flips as well, at most
             `tokens`.
-        histogram: positions by divergence, see HISTOGRAM_EDGES.
-        worst: the position that is farthest off in each of the worst windows, the largest
-            divergence first.
         samples: file in the report's folder with every position, and its SHA-256.
         environment: versions and device.
     """
@@ -147,14 +116,8 @@ class ClosenessFact(Fact):
     outside: Share
     divergence: Figure
     stderr: Figure | None
-    median: Figure
-    percentile_99: Figure
     flips: Count
     effective_tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    histogram: Annotated[
-        tuple[Count, ...], Field(min_length=len(HISTOGRAM_EDGES) + 1, max_length=20)
-    ]
-    worst: Annotated[tuple[WorstFact, ...], Field(max_length=NUM_WORST)]
     source: PredictedFact
     checkpoint: PredictedFact
     samples: str

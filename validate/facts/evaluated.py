@@ -133,31 +133,15 @@ class SwitchFact(Fact):
 
     Attributes:
         reads: one of lm-eval's filters, or `not empty`.
-        both, only_plain, only_drafting, neither: questions that are right with MTP off and on, with
-            one of them, never.
+        only_plain, only_drafting: questions that are right with MTP off alone, and with it on.
         chance: how often two equal servers would split at least as unevenly (exact two-sided sign
             test: McNemar's).
-        questions: the first few that only one of them gets right, numbered from 0, as in the files
-            of answers.
     """
 
     reads: str
-    both: Count
     only_plain: Count
     only_drafting: Count
-    neither: Count
     chance: Share
-    questions: tuple[Count, ...] = ()
-
-
-class ChangedAnswer(Fact):
-    """One answer that is another text with drafting: both texts around the first character that
-    differs.
-    """
-
-    question: Count
-    plain: str
-    drafting: str
 
 
 class DraftingFact(Fact):
@@ -167,12 +151,10 @@ class DraftingFact(Fact):
     Attributes:
         switches: a row for each filter, then `not empty`.
         num_changed: answers whose text is another.
-        changed: the first few of them.
     """
 
     switches: tuple[SwitchFact, ...]
     num_changed: Count
-    changed: tuple[ChangedAnswer, ...]
 
 
 class TaskFact(Fact):
@@ -248,8 +230,21 @@ class TaskFact(Fact):
 
     def notes(self) -> Iterator[str]:
         """What a reader of these rows should know."""
+        name = self.protocol.title
         if self.num_calls == 0:
             yield NO_CALL
+        if not self.source:
+            yield f"{name}: the source was not evaluated, so there is no difference to show."
+        if self.plain is None:
+            yield (
+                f"{name}: the checkpoint was not asked with MTP off, so whether drafting changes "
+                "its answers is not known."
+            )
+        if self.protocol.dataset or self.protocol.limit:
+            yield (
+                f"{name}: only some of the benchmark's questions, or questions of a file, were "
+                "asked. The score compares with the source's beside it and with no other."
+            )
         for model in self.evaluated:
             if not model.drafts and model is self.source:
                 yield "The source has no MTP block: it was served with MTP off."
@@ -259,9 +254,11 @@ class TaskFact(Fact):
                 yield f"The {model.title} was asked in {model.sittings} sittings."
         fields = self.protocol.model_dump(exclude_none=True)
         said = ", ".join([f"{name} {value}" for name, value in fields.items()])
-        harness = "" if self.protocol.calls_tools else f"lm-eval {self.environment['lm-eval']}, "
+        harness = (
+            "" if self.protocol.calls_tools else f"lm-eval {self.environment.get('lm-eval')}, "
+        )
         where = f"vLLM {self.environment['vllm']} on {self.environment['device']}"
-        yield f"{self.protocol.title} on {self.protocol.dataset_name}: {said}; {harness}{where}."
+        yield f"{name} on {self.protocol.dataset_name}: {said}; {harness}{where}."
 
     @model_validator(mode="after")
     def _has_the_same_filters(self) -> "TaskFact":

@@ -52,7 +52,7 @@ _WORDS: Mapping[Station, str] = {
     "bench": "bench {}",
     "closeness": "eval {} --only closeness",
 }
-SCHEMAS: Mapping[Station, int] = {"check": 3, "serve": 3, "eval": 3, "bench": 1, "closeness": 1}
+SCHEMAS: Mapping[Station, int] = {"check": 3, "serve": 3, "eval": 4, "bench": 2, "closeness": 2}
 """The form of each station's data; another number is refused."""
 
 

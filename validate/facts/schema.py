@@ -1,9 +1,9 @@
-"""report.json, version 8: everything that was found about one checkpoint.
+"""report.json, version 9: everything that was found about one checkpoint.
 
 In and out: the file itself. `report.py` fills it, and `validate/report/card.py` makes the model
 card from it and from nothing else.
 
-    schema, keepmtp, vllm, made_at   8, what wrote it, the vLLM that judged, when (UTC)
+    schema, keepmtp, vllm, made_at   9, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}  the checkpoint, and the sentence on top of the page
     facts                            family, dialect, counts, bytes, forms of the MTP block
     findings [...]                   origin, severity, where, says, cure, rule, count
@@ -107,7 +107,7 @@ class FullReport(Fact):
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
-    version: Literal[8] = Field(default=8, alias="schema")
+    version: Literal[9] = Field(default=9, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str

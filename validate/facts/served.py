@@ -315,12 +315,18 @@ def those(*models: T | None) -> tuple[T, ...]:
     return tuple([model for model in models if model is not None])
 
 
-def how_served(title: str, as_served: AsServed, reason: str) -> str:
-    """`The checkpoint was served as a BF16 copy of the same weights: no kernel ...`."""
-    how = f"as a {as_served}"
-    if as_served == "native":
-        how = "natively"
-    return f"The {title} was served {how}: {reason}."
+def how_served(fact: Any) -> Iterator[str]:
+    """Of a station's two models, how each was served where that is not as it is."""
+    for model in (fact.source, fact.checkpoint):
+        if model and model.reason:
+            reason = model.reason.rstrip(".")
+            if model.as_served == "native":
+                yield f"Figures of the {model.role} are of a mended vLLM: {reason}."
+            else:
+                yield (
+                    f"Figures of the {model.role} are of a {model.as_served}: {reason}. What "
+                    "packed kernels and quantized activations change is not in these numbers."
+                )
 
 
 def total(counted: Sequence[Drafts]) -> Drafts:

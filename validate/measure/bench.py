@@ -25,7 +25,7 @@ from ...checkpoints.files import fresh
 from ...quantize.run.child import Child
 from ...recipes.errors import first_fault
 from ...recipes.frozen import Json, frozen
-from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
+from ..facts.benched import BenchCell, Benched, BenchFact, Repetition, RequestForm
 from ..facts.results import now
 from ..facts.served import Role, counters, those
 from . import figures
@@ -257,9 +257,8 @@ def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
                     requests=found["completed"],
                     input_tokens=found["total_input_tokens"],
                     output_tokens=found["total_output_tokens"],
-                    first_token=_latency(found, "ttft"),
-                    per_token=_latency(found, "tpot"),
-                    between=_latency(found, "itl"),
+                    first_token_ms=found["median_ttft_ms"],
+                    per_token_ms=found["median_tpot_ms"],
                     **drafted,
                 )
             except ValidationError as error:
@@ -295,10 +294,6 @@ def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
         unit="repetition",
         task=f"k={k}",
     )
-
-
-def _latency(found: Json, name: str) -> Latency:
-    return Latency(median_ms=found[f"median_{name}_ms"], p99_ms=found[f"p99_{name}_ms"])
 
 
 @contextmanager

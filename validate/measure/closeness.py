@@ -27,7 +27,7 @@ from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.frozen import Json, frozen
-from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
+from ..facts.closeness import ClosenessFact, PredictedFact
 from . import figures
 from .harness import Ask, Failures, Model, Setup, Work
 from .replies import PredictionsReply, TokensReply
@@ -43,8 +43,6 @@ from .store import (
 )
 from .texts import HeldOut, Text
 
-# Tokens before a position that the result quotes.
-CONTEXT_TOKENS = 24
 # How long one window may take: a server writes some ten thousand entries a second as JSON.
 WINDOW_SECONDS = 1800.0
 _MOST_SUM = 1.001
@@ -240,8 +238,6 @@ def _work(
                 return PredictedWindow(window=number, ids=ids)
             before = kept(source, number)
             places = compare(before, rows, is_whole=header.is_whole)
-            at = max(range(len(places)), key=lambda at: places[at].nats)
-            after = at + 1
             return ComparedWindow(
                 window=number,
                 nats=tuple([place.nats for place in places]),
@@ -249,15 +245,6 @@ def _work(
                 outside=tuple([place.outside for place in places]),
                 source_nll=_nll(before, ids),
                 checkpoint_nll=_nll(rows, ids),
-                worst=WorstFact(
-                    window=number,
-                    at=after,
-                    nats=places[at].nats,
-                    context=server.text_of(ids[max(0, after - CONTEXT_TOKENS) : after]),
-                    token=server.text_of([ids[after]]),
-                    source=server.text_of([places[at].source]),
-                    checkpoint=server.text_of([places[at].checkpoint]),
-                ),
             )
 
         yield ask
@@ -381,19 +368,12 @@ class Apart:
     Attributes:
         nats: divergence of the checkpoint's from the source's.
         outside: the source's probability of all tokens that were not compared one by one.
-        source, checkpoint: the first choice of each; the same where they share one of several that
-            are equal.
+        is_flip: they share no first choice, of which there are several where some are equal.
     """
 
     nats: float
     outside: float
-    source: int
-    checkpoint: int
-
-    @property
-    def is_flip(self) -> bool:
-        """The first choice is another."""
-        return self.source != self.checkpoint
+    is_flip: bool
 
 
 def compare(source: Predictions, checkpoint: Predictions, *, is_whole: bool) -> list[Apart]:
@@ -411,16 +391,8 @@ def compare(source: Predictions, checkpoint: Predictions, *, is_whole: bool) -> 
             outside = max(_LEAST_REST, 1 - math.fsum([math.exp(one) for one, _ in shared]))
             rest = max(_LEAST_REST, 1 - math.fsum([math.exp(other) for _, other in shared]))
             nats += outside * math.log(outside / rest)
-        one = _first(p)
-        other = _first(q)
-        places.append(
-            Apart(
-                nats=max(0.0, nats),
-                outside=outside,
-                source=min(one & other or one),
-                checkpoint=min(one & other or other),
-            )
-        )
+        is_flip = _first(p).isdisjoint(_first(q))
+        places.append(Apart(nats=max(0.0, nats), outside=outside, is_flip=is_flip))
     return places
 
 

@@ -8,8 +8,6 @@ text are not independent, so every error is taken over windows.
 """
 
 import math
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -17,20 +15,11 @@ from typing import Any
 
 from ...recipes.frozen import Json
 from ..facts.binomial import sign_test
-from ..facts.closeness import HISTOGRAM_EDGES, NUM_WORST, SourceSitting
-from ..facts.evaluated import NOT_EMPTY, ChangedAnswer, DraftingFact, SwitchFact
+from ..facts.closeness import SourceSitting
+from ..facts.evaluated import NOT_EMPTY, DraftingFact, SwitchFact
 from ..facts.paired import outcomes
 from ..facts.served import counters, total
 from .store import ComparedFile, LineFile, Samples
-
-# So many changed answers have their texts in the result.
-MOST_SHOWN = 5
-# So many questions are named for each reading.
-MOST_NAMED = 20
-# Characters of a changed answer around the place where it parts.
-_BEFORE = 60
-_AFTER = 140
-
 
 # --- tasks ----------------------------------------------------------------------------------------
 
@@ -91,22 +80,10 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
     switches.append(_switch(NOT_EMPTY, _has_text(plain), _has_text(drafted)))
     # Greedy decoding promises the same text, but only up to rounding: a step of one token and a
     # step of several are computed by other kernels, and where two tokens are nearly as likely, the
-    # last digit decides. So another text is counted and shown, and is no fault by itself.
+    # last digit decides. So another text is counted, and is no fault by itself.
     pairs = zip(plain.in_order(), drafted.in_order(), strict=True)
-    changed = [pair for pair in pairs if pair[0].text != pair[1].text]
-    shown = []
-    for before, after in changed[:MOST_SHOWN]:
-        at = 0
-        while before.text[at : at + 1] == after.text[at : at + 1]:
-            at += 1
-        shown.append(
-            ChangedAnswer(
-                question=before.question,
-                plain=_around(before.text, at),
-                drafting=_around(after.text, at),
-            )
-        )
-    return DraftingFact(switches=tuple(switches), num_changed=len(changed), changed=tuple(shown))
+    num_changed = sum([before.text != after.text for before, after in pairs])
+    return DraftingFact(switches=tuple(switches), num_changed=num_changed)
 
 
 def _has_text(samples: Samples) -> list[bool]:
@@ -116,25 +93,13 @@ def _has_text(samples: Samples) -> list[bool]:
 
 def _switch(name: str, plain: Sequence[bool], drafted: Sequence[bool]) -> SwitchFact:
     """One reading of the answers with MTP off and on."""
-    both, only_plain, only_drafting, neither = outcomes(plain, drafted)
-    pairs = enumerate(zip(plain, drafted, strict=True))
-    parted = [number for number, (off, on) in pairs if off != on]
+    _, only_plain, only_drafting, _ = outcomes(plain, drafted)
     return SwitchFact(
         reads=name,
-        both=both,
         only_plain=only_plain,
         only_drafting=only_drafting,
-        neither=neither,
         chance=sign_test(only_plain, only_drafting),
-        questions=tuple(parted[:MOST_NAMED]),
     )
-
-
-def _around(text: str, at: int) -> str:
-    """A text from a little before a place to a little after it."""
-    start = max(0, at - _BEFORE)
-    end = at + _AFTER
-    return f"{'...' if start else ''}{text[start:end]}{'...' if text[end:] else ''}"
 
 
 # --- closeness ------------------------------------------------------------------------------------
@@ -146,25 +111,18 @@ def closeness(file: ComparedFile) -> Json:
     sizes = [len(line.nats) for line in lines]
     flips = [len(line.flips) for line in lines]
     sums = [math.fsum(line.nats) for line in lines]
-    nats = sorted(chain.from_iterable(line.nats for line in lines))
     outside = chain.from_iterable(line.outside for line in lines)
-    num = len(nats)
-    bins = Counter(bisect_right(HISTOGRAM_EDGES, value) for value in nats)
-    worst = sorted([line.worst for line in lines], key=attrgetter("nats"), reverse=True)
+    num = sum(sizes)
     asked = file.header.model_dump(include={"text_sha256", "window", "top", "vocabulary"})
     return asked | {
         "texts": file.header.num_texts,
         "windows": len(lines),
         "tokens": num,
         "outside": min(1.0, math.fsum(outside) / num),
-        "divergence": math.fsum(nats) / num,
+        "divergence": math.fsum(chain.from_iterable(line.nats for line in lines)) / num,
         "stderr": _stderr(sums, sizes),
-        "median": nats[math.ceil(0.5 * num) - 1],
-        "percentile_99": nats[math.ceil(0.99 * num) - 1],
         "flips": sum(flips),
         "effective_tokens": _effective(flips, sizes),
-        "histogram": tuple([bins[place] for place in range(len(HISTOGRAM_EDGES) + 1)]),
-        "worst": tuple(worst[:NUM_WORST]),  # of equal ones the first window stays first
     }
 
 

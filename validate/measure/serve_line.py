@@ -1,5 +1,4 @@
-"""The words that serve a checkpoint, for a shell and for Docker: the card prints them, and `keepmtp
-serve` runs them.
+"""The words that serve a checkpoint: the card prints them, and `keepmtp serve` runs them.
 
 In: what is served, and the number of tokens to draft in a step. Out: words of a command.
 
@@ -8,10 +7,7 @@ Easy to get wrong: vLLM takes drafting as keepmtp's own JSON or as the user's wo
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from pathlib import Path
 
-from ... import __version__
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view, has_dspark
@@ -19,7 +15,6 @@ from ...recipes.runtimes.vllm import KNOWN, asked
 from .room import options_of, refuse_options
 
 CURES = "KEEPMTP_CURES"
-_WHEEL = f"keepmtp-{__version__}-py3-none-any.whl"
 _KEY = "--speculative-config."
 _DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
 _OURS = {
@@ -27,18 +22,6 @@ _OURS = {
     **dict.fromkeys(_DRAFTS, "Leave it out, and use -k; -k 0 serves without drafting"),
 }
 _LOSSY = "fly"
-_IMAGE = "vllm/vllm-openai"
-_IN_IMAGE = "/model"
-_DRAFT_IN_IMAGE = "/draft"
-_DOCKER = ("docker", "run", "--gpus", "all")
-_SHARED = "--ipc=host"  # the processes of one server share memory
-_PORT = "8000"  # in the container
-_DOWNLOADS = (
-    "-v",
-    "huggingface:/hub",
-    "-e",
-    "HF_HOME=/hub",
-)  # a volume: the next container has them already
 
 
 def draft_settings(words: Sequence[str]) -> tuple[Mapping[str, str], tuple[str, ...]]:
@@ -155,45 +138,3 @@ def serve_words(model: str, k: int, *further: str, cures: Sequence[str] = ()) ->
 def setting(cures: Sequence[str]) -> str:
     """`KEEPMTP_CURES=step.layer_types`; 0 keeps those that are installed next to vLLM out of it."""
     return f"{CURES}={','.join(cures) or '0'}"
-
-
-def docker_words(
-    model: str,
-    k: int,
-    *further: str,
-    version: str,
-    cures: Sequence[str] = (),
-    address: str = _PORT,
-) -> tuple[str, ...]:
-    """The same in a container of vLLM's own image.
-
-    Args:
-        model: a folder, by its absolute path, or a Hub id, which the container downloads.
-        k: tokens drafted a step.
-        further: words at the end.
-        version: of vLLM, which names the image.
-        cures: the container installs them from keepmtp's wheel in the current folder: the index has
-            none.
-        address: of this machine, with a host or without, where clients find it.
-    """
-    # The image begins with `vllm serve` itself (ENTRYPOINT), so these two words are not repeated.
-    # And a container sees no folder of this machine that is not named with -v.
-    image = (f"{_IMAGE}:v{version.partition('+')[0]}",)
-    if cures:
-        install = f"uv pip install --system -q --no-index --no-deps /{_WHEEL}"
-        shell = ("-c", f'{install} && exec vllm serve "$@"', "vllm")
-        mount = ("-v", f"./{_WHEEL}:/{_WHEEL}:ro", "-e", setting(cures))
-        image = (*mount, "--entrypoint", "sh", *image, *shell)
-    mounts = _DOWNLOADS
-    served = (model,)
-    settings, others = draft_settings(further)
-    draft = settings.get("model", "")
-    if Path(draft).is_absolute():
-        image = ("-v", f"{draft}:{_DRAFT_IN_IMAGE}:ro", *image)
-        settings = {**settings, "model": _DRAFT_IN_IMAGE}
-        further = (*others, *chain(*[(_KEY + key, value) for key, value in settings.items()]))
-    if Path(model).is_absolute():
-        mounts = ("-v", f"{model}:{_IN_IMAGE}:ro")
-        served = (_IN_IMAGE, "--served-model-name", Path(model).name)
-    shared = ("-p", f"{address}:{_PORT}", _SHARED)
-    return *_DOCKER, *mounts, *shared, *image, *served, *draft_words(k, further)

@@ -29,7 +29,7 @@ from ...checkpoints.files import refuse_strange, unwritable, write_whole
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
 from ..facts.benched import Repetition, RequestForm
-from ..facts.closeness import SourceSitting, WorstFact
+from ..facts.closeness import SourceSitting
 from ..facts.rows import Arm
 from ..facts.served import Drafts
 
@@ -110,9 +110,7 @@ class PredictedWindow(Line):
 
 
 class ComparedWindow(Line):
-    """One window: `nats` and `outside` by position, `flips` the positions themselves, `worst` the
-    one farthest off.
-    """
+    """One window: `nats` and `outside` by position, `flips` the positions themselves."""
 
     key = "window"
 
@@ -122,7 +120,6 @@ class ComparedWindow(Line):
     outside: tuple[Figure, ...]
     source_nll: Figure
     checkpoint_nll: Figure
-    worst: WorstFact
 
     @property
     def num_tokens(self) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from httpx import HTTPError, TransportError
-from huggingface_hub import CommitOperationAdd, CommitOperationCopy, HfApi, constants
+from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -34,7 +34,6 @@ from ...checkpoints.hub_client import (
     seconds_to_wait,
 )
 from ...recipes.errors import KeepMTPError, first_fault
-from ...recipes.frozen import Json
 
 WAITS_SECONDS = (2, 10, 30)
 """Between attempts, where the Hub does not say how long."""
@@ -163,13 +162,6 @@ class Hub:
         """Make a private repository, if there is none of this name."""
         self._ask(repo, lambda: self._api.create_repo(repo, private=True, exist_ok=True))
 
-    def create_branch(self, repo: str, branch: str, *, commit: str) -> None:
-        """Make a branch at a commit, if there is none of this name."""
-        self._ask(
-            repo,
-            lambda: self._api.create_branch(repo, branch=branch, revision=commit, exist_ok=True),
-        )
-
     def send(
         self,
         repo: str,
@@ -177,7 +169,7 @@ class Hub:
         *,
         parent: str,
         message: str,
-        branch: str = "",
+        is_request: bool = False,
     ) -> tuple[str, str]:
         """Send files in one commit on top of the commit `parent`; returns that commit, and the page
         of its pull request where one was made.
@@ -190,22 +182,20 @@ class Hub:
             files: by their path there.
             parent: the newest commit.
             message: the commit's.
-            branch: that gets the commit; "" for a pull request.
+            is_request: a pull request gets the commit, and not the main branch.
 
         Raises:
             HubError: the Hub refuses. For a request it is asked once: a second answer would be a
                 second request.
         """
         waits = WAITS_SECONDS
-        place: Json = {"revision": branch}
-        if not branch:
+        if is_request:
             waits = ()
-            place = {"create_pr": True}
 
         def ask() -> tuple[str, str]:
             added = [CommitOperationAdd(name, content) for name, content in files.items()]
             made = self._api.create_commit(
-                repo, added, commit_message=message, parent_commit=parent, **place
+                repo, added, commit_message=message, parent_commit=parent, create_pr=is_request
             )
             return made.oid, str(made.pr_url)
 
@@ -221,17 +211,6 @@ class Hub:
             return [(str(one.git_reference), one.url) for one in found if one.title == title]
 
         return self._ask(repo, ask)
-
-    def merge(
-        self, repo: str, names: Sequence[str], *, branch: str, at: Remote, parent: str, message: str
-    ) -> None:
-        """Let the main branch have files of a branch, as they are at a commit of it, in one commit
-        on top of `parent`.
-        """
-        copies = [CommitOperationCopy(name, name, src_revision=at.commit) for name in names]
-        create = self._api.create_commit
-        self._ask(repo, lambda: create(repo, copies, commit_message=message, parent_commit=parent))
-        self._ask(repo, lambda: self._api.delete_branch(repo, branch=branch))
 
     def set_visibility(self, repo: str, *, is_private: bool) -> None:
         """Let everybody read it, or nobody but its owners."""

@@ -14,7 +14,7 @@ import hashlib
 import os
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -199,15 +199,15 @@ class Delivery:
 
     Attributes:
         before: None where there is no repository, or nobody has asked.
-        made_from: the repository's commit that the checkpoint was made from, where what has changed
-            is proposed to it; else "".
+        base: the repository's commit on which what has changed is proposed; "" where its main
+            branch gets it.
         states: of the files of both; none where nobody has asked.
     """
 
     parcel: Parcel
     repo: str
     before: Remote | None = None
-    made_from: str = ""
+    base: str = ""
     states: Mapping[str, FileState] = field(default_factory=dict)
 
     def named(self, *states: FileState) -> list[str]:
@@ -262,7 +262,7 @@ def check_name(repo: str) -> None:
 
 def commit_to_change(folder: Path, repo: str, *, update: bool, public: bool = False) -> str:
     """The commit of a repository that the checkpoint in a folder was made from; "" where it was
-    made from something else, or its main branch is to be written.
+    made from something else, or what the repository holds now is to be changed.
 
     Raises:
         RecipeError: a request cannot make the repository public.
@@ -294,13 +294,8 @@ def deliver(
             moved on since the checkpoint was made from it, would keep weights of before, or nothing
             would change.
     """
-    delivery = Delivery(
-        parcel=parcel,
-        repo=repo,
-        before=before,
-        made_from=made_from,
-        states=_compare(parcel, before),
-    )
+    states = _compare(parcel, before)
+    delivery = Delivery(parcel=parcel, repo=repo, before=before, base=made_from, states=states)
     if made_from:
         if before is not None:
             _refuse_to_propose(delivery, before)
@@ -314,6 +309,10 @@ def deliver(
             cure="Take another --repo, or add --update: its history keeps what is replaced, and "
             "nothing is deleted",
         )
+    _refuse_other_weights(delivery, cure="Delete them there first")
+    # Everybody reads it, so its owner lets the main branch have what was checked.
+    if before and not before.is_private and delivery.missing:
+        return replace(delivery, base=before.commit)
     return delivery
 
 
@@ -323,8 +322,8 @@ def named(states: Mapping[str, FileState], *wanted: FileState) -> list[str]:
 
 
 def propose(delivery: Delivery, hub: Hub) -> Published:
-    """Offer what has changed to the repository that the checkpoint was made from, as one commit of
-    a pull request, and compare what arrived. An open request of the same files is not made again.
+    """Offer what has changed to a repository that others read, as one commit of a pull request, and
+    compare what arrived. An open request of the same files is not made again.
 
     Raises:
         GateError: what the request holds is not what was sent.
@@ -341,9 +340,9 @@ def propose(delivery: Delivery, hub: Hub) -> Published:
     if not page:
         num_bytes = parcel.num_bytes(delivery.missing)
         with held(parcel.folder.resolve(), _ONE_RUN):
-            commit, page = hub.send(
-                repo, delivery.contents(), parent=delivery.made_from, message=message
-            )
+            files = delivery.contents()
+            parent = delivery.base
+            commit, page = hub.send(repo, files, parent=parent, message=message, is_request=True)
     _verify(delivery, _must_be_there(hub, repo, commit))
     return Published(
         commit=commit, is_private=before.is_private, num_bytes=num_bytes, pull_request=page
@@ -366,10 +365,10 @@ def _refuse_to_propose(delivery: Delivery, there: Remote) -> None:
         raise RecipeError(
             there.repo, "must lack something", got="every byte", cure="Nothing is left to do"
         )
-    if there.commit != delivery.made_from:
+    if there.commit != delivery.base:
         raise RecipeError(
             there.repo,
-            f"must be at commit {delivery.made_from}, which the checkpoint was made from",
+            f"must be at commit {delivery.base}, which the checkpoint was made from",
             got=f"commit {there.commit}",
             cure="Make the checkpoint again from what it holds now",
         )
@@ -390,7 +389,7 @@ def _refuse_other_weights(delivery: Delivery, *, cure: str) -> None:
 
 def publish(delivery: Delivery, hub: Hub, *, public: bool = False) -> Published:
     """Send the files that are missing, compare and check them there, and then make the repository
-    public or let its main branch have them.
+    public.
 
     Args:
         delivery: from `deliver`. If there is no repository, it is made, and private.
@@ -398,7 +397,7 @@ def publish(delivery: Delivery, hub: Hub, *, public: bool = False) -> Published:
         public: let everybody read it in the end.
 
     Raises:
-        RecipeError: it holds weights of another checkpoint, or everybody may read a new one.
+        RecipeError: everybody may read a new one.
         GateError: what it holds is not what was sent.
         HubError: the Hub refuses, or does not answer, or somebody else writes to it.
     """
@@ -412,38 +411,21 @@ def publish(delivery: Delivery, hub: Hub, *, public: bool = False) -> Published:
             rule = "must be private until it is checked"
             raise RecipeError(repo, rule, got="a public one", cure="Make it private")
         delivery = deliver(parcel, repo, before, made_from="", update=False)
-    _refuse_other_weights(delivery, cure="Delete them there first")
     missing = delivery.missing
     message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
-    branch = "main"
     commit = before.commit
     if missing:
-        if not before.is_private:
-            # Everybody reads it, so the main branch gets the files once they are checked.
-            branch = f"keepmtp-{parcel.identity.sha256[:12]}-{commit[:12]}"
-            hub.create_branch(repo, branch, commit=commit)
-            commit = _must_be_there(hub, repo, branch).commit
         with held(parcel.folder.resolve(), _ONE_RUN):
-            files = delivery.contents()
-            commit, _ = hub.send(repo, files, branch=branch, parent=commit, message=message)
-    there = _must_be_there(hub, repo, branch)
+            commit, _ = hub.send(repo, delivery.contents(), parent=commit, message=message)
+    there = _must_be_there(hub, repo, "main")
     # A file's time of change proves nothing: what the Hub has received is compared with the
     # report's hashes before anybody else can read it. Bytes with these hashes are those that were
     # loaded and served, so nothing is loaded there once more.
     try:
         _refuse_other_head(there, commit, cure=AGAIN)
         _verify(delivery, there)
-        if branch != "main":
-            parent = before.commit
-            hub.merge(repo, missing, branch=branch, at=there, parent=parent, message=message)
     except (GateError, HubError) as error:
-        state = "is public, as it was"
-        if before.is_private:
-            state = "stays private"
-        raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
-    if branch != "main":
-        there = _must_be_there(hub, repo)
-        _verify(delivery, there)
+        raise error.with_cure(f"{error.cure.rstrip('.')}. It stays private") from error
     if public and there.is_private:
         _make_public(hub, there)
     return Published(

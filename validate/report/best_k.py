@@ -39,12 +39,11 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
     # A speed that was measured on a CPU counts for that CPU alone.
     if report.bench and report.bench.counts(device=device):
         checkpoint = report.bench.checkpoint
-        load = min(checkpoint.loads)  # the fewest requests at once
-        (k,) = [row.k for row in checkpoint.recommended if row.load == load]
-        if k is not None:
+        fewest = min(checkpoint.recommended, key=lambda row: row.concurrency)
+        if fewest.k is not None:
             where = report.bench.environment["device"]
-            why = f"as bench recommends for {words_of(load)} on {where}"
-            return BestK(k=k, why=why)
+            why = f"as bench recommends for {words_of(fewest.concurrency)} on {where}"
+            return BestK(k=fewest.k, why=why)
     if evaluation:
         why = f"with which {evaluation.protocol.title} was measured"
         return BestK(k=evaluation.protocol.k, why=why)

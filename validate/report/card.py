@@ -34,6 +34,7 @@ from ...recipes.frozen import Bar, Raw
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
+from ..measure.harness import has_template
 from ..measure.room import loading_sizes
 from ..measure.serve_line import method_words
 from . import report as reports
@@ -41,7 +42,7 @@ from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, u
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, page
 from .html import page_of
-from .provenance import gpus_of, groups_of, is_chat, parser_words, recipe_text, sampling_of
+from .provenance import gpus_of, groups_of, parser_words, recipe_text, sampling_of
 
 FILES = (
     README,
@@ -215,10 +216,10 @@ def _facts(
     parsers = ""
     sampling = ""
     view = find_view(opened.config, opened.where, opened.entries)
-    chat = is_chat(opened)
     if report.target is None:  # of a draft, its target says it
         gpus = gpus_of(loading_sizes(opened), total_bytes(opened.entries.values()))
-        parsers = parser_words(view.family) if chat else ""
+        if has_template(opened, ()):
+            parsers = parser_words(view.family)
         sampling = sampling_of(opened)
     return CardFacts(
         name=checkpoint.resolve().name,
@@ -231,7 +232,6 @@ def _facts(
         metadata=metadata_of(
             opened, front, license_id=license_id, base_model=base.name, where=where
         ),
-        is_chat=chat,
         gpus=gpus,
         drafting=method_words(opened),
         attention=attention_backends(opened.config),
@@ -283,7 +283,7 @@ _PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`
 # The folder of a field that is a path, in JSON.
 _FOLDER = re.compile(r'"(?:path|log|samples)": "(/[^"]+/)')
 # Text of a model, or for one.
-_TEXT_FIELDS = frozenset({"prompts", "outputs", "worst"})
+_TEXT_FIELDS = frozenset({"prompts", "outputs"})
 
 
 def portable(report: FullReport) -> FullReport:

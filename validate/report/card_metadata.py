@@ -131,9 +131,8 @@ def front_matter(facts: CardFacts) -> str:
         if _WORD.fullmatch(tag):
             tags.append(tag)
     tags += ["mtp", "speculative-decoding", "vllm"]
-    for group in facts.groups:
-        if group.modules == "experts" and "moe" not in tags:
-            tags.append("moe")
+    if any(size.group == "experts" for size in facts.report.sizes):
+        tags.append("moe")
     known: Json = {"tags": [*tags, "keepmtp"]}
     for key, value in asdict(metadata).items():
         if value:

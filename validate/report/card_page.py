@@ -6,7 +6,6 @@ In: a `CardFacts`. Out: Markdown. The card is read in a minute: report.json has 
 Easy to get wrong: a card may only have numbers of the report, and numbers computed from them.
 """
 
-import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from ...checkpoints.record import Record
 from ...recipes.errors import counted, size_in_words
-from ...recipes.frozen import Json, Raw, frozen
+from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..facts.dry_load import versions_in_short
-from ..facts.evaluated import NO_CALL, EvaluationFact
 from ..facts.numbers import percent
 from ..facts.schema import FullReport
-from ..measure.serve_line import docker_words, separate_draft, serve_words
+from ..facts.served import how_served
+from ..measure.serve_line import separate_draft, serve_words
 from . import tables
 from .base_model import BaseModel
 from .best_k import best_k_of_report
@@ -60,7 +59,7 @@ class CardFacts:
         repository: where it is published; "" where that is not known yet.
         metadata: of the front matter.
         plots: the card's drawings, by name.
-        is_chat, gpus: for the person who serves it.
+        gpus: on how few it fits.
         drafting: what vLLM needs besides k to draft.
         attention: a GPU -> the value of --attention-backend that it needs there.
         cures: that the report's vLLM needs.
@@ -78,7 +77,6 @@ class CardFacts:
     repository: str
     metadata: Metadata
     plots: Mapping[str, "Chart"]
-    is_chat: bool
     gpus: tuple[tuple[int, str, int], ...]
     drafting: tuple[str, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
@@ -132,7 +130,6 @@ def _blocks(facts: CardFacts) -> Iterator[Block]:
     yield from _serve(facts)
     yield title("What is in it")
     yield _about(facts)
-    yield from _modules(facts)
     yield title("Limitations")
     yield [*_limitations(facts)]
     yield from _made_with(facts)
@@ -196,8 +193,9 @@ def _results(facts: CardFacts) -> Iterator[Block]:
         )
     for what, chart in facts.plots.items():
         yield picture(chart.alt, f"{what}.png")
-    if report.bench and report.bench.counts():
-        yield [*report.bench.notes()]
+    notes = [note for part in tables.measured(report) for note in part.notes()]
+    if notes:
+        yield list(dict.fromkeys(notes))
 
 
 def _gates(report: FullReport) -> Iterator[Block]:
@@ -234,9 +232,9 @@ def _about(facts: CardFacts) -> Table:
         f"{code(name)} on {SCHEMES[name].hardware}" for name in facts.schemes() if name in SCHEMES
     ]
     rows += [
-        ("Format", f"{code(report.facts.dialect)}: {codes(facts.schemes()) or 'unquantized'}"),
+        ("Format", f"{code(report.facts.dialect)}: {_stored(facts, 'backbone')}"),
         ("Runs on", "; ".join(runs_on) or "wherever vLLM serves BF16"),
-        ("MTP block", f"{layers}, {tensors}: {codes(facts.schemes('mtp')) or 'unquantized'}"),
+        ("MTP block", f"{layers}, {tensors}: {_stored(facts, 'mtp')}"),
     ]
     cache = record.recipe.whole.get("kv_cache")
     if cache:
@@ -255,13 +253,29 @@ def _about(facts: CardFacts) -> Table:
         fewest = ", ".join(gpus) or "more than 8 of any that keepmtp knows"
         how = f"the fewest that hold the weights and a cache, counted from {after}, not tried"
         rows.append(("GPUs", f"{fewest}: {how}"))
-    rows += [(name, says) for name, says in _wanted(facts) if says]
+    # What readers of other cards look for.
+    for name, says in (("Parsers", facts.parsers), ("Sampling", facts.sampling)):
+        if says:
+            rows.append((name, says))
     versions = versions_in_short(report.dry) or "no other version was tried"
     rows.append(("vLLM", f"{report.vllm}; {versions}"))
     license_id = facts.metadata.license_name or facts.metadata.license
     unstated = "not stated here; that of the base model applies"
     rows.append(("License", license_id or unstated))
     return Table(columns=("", ""), rows=rows)
+
+
+def _stored(facts: CardFacts, part: str) -> str:
+    """Each scheme with the groups that it is of."""
+    said = []
+    for scheme in facts.schemes(part):
+        groups = [
+            group.modules
+            for group in facts.groups
+            if group.part == part and scheme in group.schemes
+        ]
+        said.append(f"{code(scheme)}: {', '.join(groups)}")
+    return "; ".join(said) or "unquantized"
 
 
 def _calibrated(report: FullReport) -> str:
@@ -280,43 +294,13 @@ def _calibrated(report: FullReport) -> str:
     )
 
 
-def _modules(facts: CardFacts) -> Iterator[Block]:
-    """What each group is stored as, why, and its bytes."""
-    sizes = {(size.part, size.group): size for size in facts.report.sizes}
-    rows = []
-    for group in facts.groups:
-        stored = codes(group.schemes + group.plain)
-        before = now = "-"
-        size = sizes.get((group.part, group.modules))
-        if size:
-            now = size_in_words(size.num_bytes)
-            if size.num_bytes_before is not None:
-                before = size_in_words(size.num_bytes_before)
-        why = group.why or "not in the recipe's hands"
-        rows.append((group.part, group.modules, stored, before, now, why))
-    yield Table(columns=("part", "modules", "stored as", ">before", ">now", "why"), rows=rows)
-
-
-def _wanted(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    """What readers of other cards look for, each "" where nobody knows it."""
-    yield "Parsers", facts.parsers
-    yield "Sampling", facts.sampling
-    tried = []
-    if evaluation := facts.report.evaluation:
-        most = max(task.protocol.max_tokens for task in evaluation.by_task)
-        tried.append(f"answers of at most {most:,} tokens")
-    if closeness := facts.report.closeness:
-        tried.append(f"texts of at most {closeness.window:,} tokens")
-    yield "Context tried", "; ".join(tried)
-
-
 def _devices(report: FullReport) -> list[str]:
     devices = [part.environment.get("device", "") for part in tables.measured(report)]
     return [device for device in devices if device]
 
 
 def _serve(facts: CardFacts) -> Iterator[Block]:
-    """How to serve it, and to ask it."""
+    """How to serve it."""
     best = best_k_of_report(facts.report)
     model = facts.model
     words = (best.k, *facts.drafting)
@@ -325,24 +309,18 @@ def _serve(facts: CardFacts) -> Iterator[Block]:
         model = target.path
         words = (*words, *separate_draft(facts.model))
     command = serve_words(model, *words, cures=facts.cures)
-    in_docker = docker_words(model, *words, version=facts.report.vllm, cures=facts.cures)
     drafts = "This serves without drafting"
     if best.k:
         drafts = f"This drafts {counted(best.k, 'token')} a step"
     yield title("Serve")
     yield Code(text=shell(command))
-    yield f"{drafts}, {best.why}. Or in vLLM's own image, on port 8000:"
-    yield Code(text=shell(in_docker))
+    yield f"{drafts}, {best.why}."
     for gpu, backend in facts.attention.items():
         yield f"On {gpu} add {code(f'--attention-backend {backend}')}."
     if facts.cured:
         where = ""
         if facts.cures:
-            where = (
-                "The first command wants keepmtp's wheel installed beside vLLM (`pip install "
-                "--no-deps`), the second wants it in the current folder. The second was not "
-                "tried. "
-            )
+            where = "The command wants keepmtp's wheel beside vLLM (`pip install --no-deps`). "
         yield (
             "vLLM itself has defects with this model, which keepmtp's cures mend where it runs: "
             f"{'; '.join(facts.cured)}. {where}Without the cures vLLM raises, or its drafts are "
@@ -352,29 +330,6 @@ def _serve(facts: CardFacts) -> Iterator[Block]:
     if not facts.repository:
         folder = "`ORG` is the owner of this repository; a folder works as well"
     yield f"{folder}. `--tensor-parallel-size N` splits the weights over N GPUs."
-    yield "Ask it, with `pip install openai`:"
-    lines = _COMPLETION
-    if facts.is_chat:
-        lines = _CHAT
-    yield Code(text=_CLIENT + lines.replace("MODEL", json.dumps(model)), language="python")
-
-
-_CLIENT = """from openai import OpenAI
-
-client = OpenAI(base_url="http://localhost:8000/v1", api_key="none")
-"""
-_CHAT = """answer = client.chat.completions.create(
-    model=MODEL,
-    messages=[{"role": "user", "content": "What is 17 * 23?"}],
-)
-print(answer.choices[0].message.content)
-"""
-_COMPLETION = """answer = client.completions.create(
-    model=MODEL,
-    prompt="17 * 23 =",
-)
-print(answer.choices[0].text)
-"""
 
 
 def _limitations(facts: CardFacts) -> Iterator[str]:
@@ -391,18 +346,12 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     for reason in report.judgement.reasons if report.judgement else ():
         if reason.verdict == "infeasible":
             yield f"The gate of {reason.gate} has no verdict: not measured, or in too few samples."
-    yield from dict.fromkeys(_of_other_bytes(report))
+    served = [says for part in tables.measured(report) for says in how_served(part)]
+    yield from dict.fromkeys(served)
     for device in _devices(report):
         if device.startswith("CPU"):
             yield f"No GPU was used ({device}), so nothing here says how fast it is."
             break
-    if not report.target:
-        yield from _of_tasks(report.evaluation)
-        if not (report.bench and report.bench.counts()):
-            yield (
-                "Speed was not measured in a way that promises one: that needs a GPU, and `keepmtp "
-                "bench` of these very bytes."
-            )
     if report.calibration and report.calibration.unmeasured:
         yield f"No acceptance by calibration: {report.calibration.unmeasured}"
     if report.dry:
@@ -430,48 +379,12 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
         yield f"{code(group)} is not of {source}, but of {name}, with a license of its own."
     not_asked = {"calibration"}  # which the table says
     if report.target:
-        not_asked.add("evaluation")
+        not_asked |= {"evaluation", "bench"}
     for part, says in report.absent.items():
         if part not in not_asked:
             yield says
     if not versions_in_short(report.dry):
         yield f"This checkpoint was tried with no other vLLM than {report.vllm}."
-
-
-def _of_other_bytes(report: FullReport) -> Iterator[str]:
-    for part in tables.measured(report):
-        for model in (part.source, part.checkpoint):
-            if model and model.reason:
-                whose = f"Figures of the {model.role} are of"
-                reason = model.reason.rstrip(".")
-                if model.as_served == "native":
-                    yield f"{whose} a mended vLLM: {reason}."
-                else:
-                    yield (
-                        f"{whose} a {model.as_served}: {reason}. What packed kernels and quantized "
-                        "activations change is not in these numbers."
-                    )
-
-
-def _of_tasks(evaluation: EvaluationFact | None) -> Iterator[str]:
-    if evaluation is None:
-        return
-    if not evaluation.source:
-        yield "The source was not evaluated, so there is no difference to show."
-    if any(task.num_calls == 0 for task in evaluation.by_task):
-        yield NO_CALL
-    if evaluation.plain is None:
-        yield (
-            "The checkpoint was not asked with MTP off, so whether drafting changes its answers is "
-            "not known."
-        )
-    for task in evaluation.by_task:
-        name = task.protocol.title
-        if task.protocol.dataset or task.protocol.limit:
-            yield (
-                f"{name}: only some of the benchmark's questions, or questions of a file, were "
-                "asked. The score compares with the source's beside it and with no other."
-            )
 
 
 def _made_with(facts: CardFacts) -> Iterator[Block]:
@@ -487,9 +400,9 @@ def _made_with(facts: CardFacts) -> Iterator[Block]:
     yield (
         "`keepmtp.json` holds the recipe as it was run: `--scheme`, `--mtp` and `mtp: auto` may "
         f"have decided otherwise than this file. Again, with keepmtp {record.keepmtp} and its "
-        f"extras `{extra}` and `evaluate`:"
+        f"extra `{extra}`:"
     )
-    yield Code(text="\n".join(_commands(facts)))
+    yield Code(text=_command(facts))
     of_bytes = ""
     if report.identity:
         sha256 = code(report.identity.sha256)
@@ -503,9 +416,6 @@ def _made_with(facts: CardFacts) -> Iterator[Block]:
     if report.target:
         what = f"MTP block of {name} as a draft of its own"
     yield f"To cite: keepmtp {record.keepmtp}, {what} ({record.recipe.name})."
-
-
-_ASKED_OTHERWISE = {"task", "dataset", "max_tokens", "k", "limit"}
 
 
 def shell(words: Iterable[str]) -> str:
@@ -526,64 +436,15 @@ def shell(words: Iterable[str]) -> str:
     return " \\\n  ".join(lines)
 
 
-def _commands(facts: CardFacts) -> Iterator[str]:
-    """The commands that repeat the run and its measurements.
+def _command(facts: CardFacts) -> str:
+    """The command that repeats the run.
 
-    None installs keepmtp: the package index does not have it, so anybody could take its name there.
+    It does not install keepmtp: the package index does not have it, so anybody could take its name
+    there.
     """
-    out = facts.name
-    source = ["--source", facts.record.source.name]
-    block = []
+    words = ["keepmtp", "quantize", "recipe.yaml", "--source", facts.record.source.name]
     if facts.record.mtp_source:
-        block = ["--mtp-source", facts.record.mtp_source.name]
-    served = [out]
-    target = facts.report.target
-    if target:
-        served = [target.path, "--draft", out]
-        block += ["--draft-for", target.path]
-    yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *block, "--out", out])
-    tried = Json(gpu=[], tp=[])
-    for load in facts.report.dry:
-        tried["gpu"].append(load.gpu)
-        tried["tp"].append(load.tp)
-    yield shell(["keepmtp", "check", *served, "--record", *_options(tried)])
-    said = {}
-    further = ()
-    if facts.report.evaluation:
-        asked = facts.report.evaluation.protocol
-        said = asked.model_dump(include=_ASKED_OTHERWISE, exclude_defaults=True)
-        if facts.report.evaluation.tasks:  # each has its own
-            said = {name: said[name] for name in ("k", "limit") if name in said}
-        further = _further(facts.report.evaluation.environment)
-    elif facts.report.serve:
-        further = _further(facts.report.serve.environment)
-    if tables.measured(facts.report):
-        words = (*_options(said), *further)
-        yield shell(["keepmtp", "eval", *served, "--source", facts.compared, *words])
-    if facts.report.bench:
-        yield shell(["keepmtp", "bench", out, *_further(facts.report.bench.environment)])
-    base = []
-    if facts.base_model.name and not facts.base_model.is_proven:
-        base = ["--base-model", facts.base_model.name]
-    yield shell(["keepmtp", "card", out, *base])
-
-
-def _further(environment: Mapping[str, str]) -> Iterator[str]:
-    """The user's own words for `vllm serve`."""
-    words = shlex.split(environment.get("words", ""))
-    if words:
-        yield "--"
-        yield from words
-
-
-def _options(said: Raw) -> Iterator[str]:
-    """Options with their values, each value once."""
-    for name, value in said.items():
-        option = "-k" if name == "k" else f"--{name.replace('_', '-')}"
-        if value is True:
-            yield option
-            continue
-        values = value if isinstance(value, list) else [value]
-        for each in dict.fromkeys(values):
-            yield option
-            yield f"{each}"
+        words += ["--mtp-source", facts.record.mtp_source.name]
+    if facts.report.target:
+        words += ["--draft-for", facts.report.target.path]
+    return shell([*words, "--out", facts.name])

@@ -7,18 +7,15 @@ Easy to get wrong: labels are strangers' words, and two runs may draw in one pro
 """
 
 import io
-from collections.abc import Callable
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from ...recipes.frozen import frozen
 from ...recipes.protocol import Gates
 from ..facts.benched import Benched, words_of
-from ..facts.numbers import limit, percent
+from ..facts.numbers import limit
 from ..facts.schema import FullReport
 from .drafted import Drafted, drafted
 
@@ -26,8 +23,9 @@ _INCHES = (5.0, 3.4)  # 360 points wide: about 1:1 on a phone
 _DOTS_PER_INCH = 220  # 1100 pixels: sharp at the width of a card on the Hub
 _MOST_LOADS = 4
 # They differ in lightness, so they are told apart in print and by colour-blind readers.
-_SOURCE = "#98a4b3"
 _OWN = "#0b6fb8"
+_SOURCE = "#98a4b3"
+_COLOURS = (_OWN, _SOURCE, "#d98c21", "#3f7d4e")
 _LIMIT = "#b3261e"
 # matplotlib reads `$` in a label as mathematics, and draws with a global state in pyplot. Neither
 # is used: parsing is off, and figures are made by hand.
@@ -40,6 +38,10 @@ class Chart:
 
     alt: str
     png: bytes
+
+
+# A name -> (place, height, how far it spreads down, and up).
+_Bars = dict[str, list[tuple[int, float, float, float]]]
 
 
 def charts(report: FullReport) -> dict[str, Chart]:
@@ -55,9 +57,9 @@ def charts(report: FullReport) -> dict[str, Chart]:
             found["acceptance"] = _acceptance(measured, gates.min_acceptance)
             break
     if report.bench:
-        chart = _speed(report.bench.checkpoint)
-        if chart:
-            found["speed"] = chart
+        speed = _speed(report.bench.checkpoint)
+        if speed:
+            found["speed"] = speed
     return found
 
 
@@ -68,85 +70,94 @@ def _acceptance(measured: Drafted, floor: float) -> Chart:
     name = "this checkpoint"
     if measured.as_served != "native":
         name += " (BF16 copy)"
-    mine = measured.checkpoint.acceptance_per_position
-    bars = {name: (mine, _OWN)}
-    kept: dict[str, tuple[float, ...]] = {}
+    shares = {name: measured.checkpoint.acceptance_per_position}
+    lines = {}
     if measured.source:
-        theirs = measured.source.acceptance_per_position
-        bars["source"] = (theirs, _SOURCE)
-        kept[f"{limit(floor)} of the source"] = tuple([floor * share for share in theirs])
-
-    def draw(axes: Axes) -> None:
-        width = 0.8 / len(bars)
-        for number, (label, (shares, colour)) in enumerate(bars.items()):
-            shift = width * (number - (len(bars) - 1) / 2)
-            places = [position + shift for position in range(1, len(shares) + 1)]
-            heights = [100 * share for share in shares]
-            drawn = axes.bar(places, heights, 0.95 * width, color=colour, label=label)
-            axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=2)
-        for label, shares in kept.items():
-            heights = [100 * share for share in shares]
-            starts = [position - 0.47 for position in range(1, len(shares) + 1)]
-            ends = [position + 0.47 for position in range(1, len(shares) + 1)]
-            axes.hlines(heights, starts, ends, _LIMIT, "--", label=label)
-        # One position alone is no wall of two colours.
-        room = max(0.0, 3 - len(mine)) / 2
-        axes.set_xlim(0.4 - room, len(mine) + 0.6 + room)
-        axes.set_ylim(top=108)
-        axes.set_xticks(range(1, len(mine) + 1))
-        axes.set_xlabel("position in the draft")
-        axes.set_ylabel("drafts accepted (%)")
-
-    said = []
-    for label, shares in (*[(label, shares) for label, (shares, _) in bars.items()], *kept.items()):
-        heights = [percent(share) for share in shares]
-        said.append(f"{label}: {', '.join(heights)}")
-    title = f"Drafts accepted by position, k={measured.k}, {measured.what}"
-    return _drawn(title, "; ".join(said), draw)
+        shares["source"] = measured.source.acceptance_per_position
+        least = {place: 100 * floor * one for place, one in enumerate(shares["source"], 1)}
+        lines[f"{limit(floor)} of the source"] = least
+    bars: _Bars = {}
+    for label, heights in shares.items():
+        bars[label] = [(place, 100 * one, 0.0, 0.0) for place, one in enumerate(heights, 1)]
+    return _drawn(
+        f"Drafts accepted by position, k={measured.k}, {measured.what}",
+        x="position in the draft",
+        y="drafts accepted (%)",
+        digits=1,
+        bars=bars,
+        lines=lines,
+    )
 
 
 def _speed(benched: Benched) -> Chart | None:
-    """A line for each load, from the slowest to the fastest repetition; None where none has k=0 and
-    another k.
+    """Of each load, from the slowest to the fastest repetition; None where none has k=0 and another
+    k.
 
     Loads differ by a factor of a hundred in tokens a second, so each is compared with its own k=0.
     """
-    lines: dict[str, list[tuple[int, float, float, float]]] = {}
+    bars: _Bars = {}
     for load in benched.loads[:_MOST_LOADS]:
         points = []
-        plain = benched.cell(0, load)
         for cell in benched.cells:
-            if cell.load == load and plain and plain.tokens_per_second and cell.repetitions:
-                low = (cell.slowest or 0.0) / plain.tokens_per_second
-                middle = (cell.tokens_per_second or 0.0) / plain.tokens_per_second
-                high = (cell.fastest or 0.0) / plain.tokens_per_second
+            times = benched.times(cell)
+            if cell.concurrency == load and times:
+                low, middle, high = times
                 points.append((cell.k, middle, middle - low, high - middle))
         if len(points) > 1:
-            lines[words_of(load)] = sorted(points)
-    if not lines:
+            bars[words_of(load)] = sorted(points)
+    if not bars:
         return None
+    ks = sorted({cell.k for cell in benched.cells})
+    return _drawn(
+        "Speed over k by load, as repetitions spread",
+        x="k, draft tokens a step",
+        y="times as fast as without MTP",
+        digits=2,
+        bars=bars,
+        lines={"without MTP": dict.fromkeys(ks, 1.0)},
+    )
 
-    def draw(axes: Axes) -> None:
-        for (label, points), marker in zip(lines.items(), "osD^", strict=False):
-            ks, middles, below, above = zip(*points, strict=True)
-            axes.errorbar(ks, middles, (below, above), label=label, marker=marker, capsize=3)
-        axes.axhline(1, color=_LIMIT, linestyle="--", label="without MTP")
-        axes.set_xlabel("k, draft tokens a step")
-        axes.set_ylabel("times as fast as without MTP")
 
+def _drawn(
+    title: str, *, x: str, y: str, digits: int, bars: _Bars, lines: dict[str, dict[int, float]]
+) -> Chart:
+    """Groups of bars; `lines` are limits, or what is compared with: a height for each place."""
+    width = 0.8 / len(bars)
     said = []
-    for name, points in lines.items():
-        heights = [f"k={k} {middle:.2f}" for k, middle, *_ in points]
-        said.append(f"{name}: {', '.join(heights)}")
-    return _drawn("Speed over k by load, as repetitions spread", "; ".join(said), draw)
-
-
-def _drawn(title: str, alt: str, draw: Callable[[Axes], None]) -> Chart:
     with rc_context(_STYLE):  # pyright: ignore[reportArgumentType] - it wants literals of keys
         figure = Figure(_INCHES, _DOTS_PER_INCH, layout="constrained", facecolor="white")
         axes = figure.add_subplot()
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        draw(axes)
+        known = set[int]()
+        for number, (label, points) in enumerate(bars.items()):
+            places, heights, below, above = zip(*points, strict=True)
+            known.update(places)
+            shift = width * (number - (len(bars) - 1) / 2)
+            spread = None
+            if any(above):
+                spread = (below, above)
+            drawn = axes.bar(
+                [place + shift for place in places],
+                heights,
+                0.95 * width,
+                yerr=spread,
+                color=_COLOURS[number],
+                label=label,
+                capsize=3,
+            )
+            axes.bar_label(drawn, fmt=f"%.{digits}f", fontsize=7, padding=2)
+            words = [f"{place}: {height:.{digits}f}" for place, height, *_ in points]
+            said.append(f"{label} {', '.join(words)}")
+        for label, levels in lines.items():
+            starts = [place - 0.47 for place in levels]
+            ends = [place + 0.47 for place in levels]
+            axes.hlines([*levels.values()], starts, ends, _LIMIT, "--", label=label)
+        # One place alone is no wall of two colours.
+        room = 0.6 + max(0.0, 3 - len(known)) / 2
+        axes.set_xticks(sorted(known))
+        axes.set_xlim(min(known) - room, max(known) + room)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.margins(y=0.1)
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", linewidth=0.4)
         axes.set_axisbelow(True)
@@ -154,4 +165,4 @@ def _drawn(title: str, alt: str, draw: Callable[[Axes], None]) -> Chart:
         figure.legend(loc="outside upper left", ncols=2, title=title, frameon=False)
         file = io.BytesIO()
         FigureCanvasAgg(figure).print_png(file, metadata={"Software": None})
-    return Chart(alt=f"{title}: {alt}", png=file.getvalue())
+    return Chart(alt=f"{title}: {'; '.join(said)}", png=file.getvalue())

@@ -482,21 +482,16 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
         says = "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench CHECKPOINT` "
         yield unmeasured("speed", f"{says}there does.")
         return
-    # One request at a time with the shortest context that was measured.
-    cells = [cell for cell in bench.checkpoint.cells if cell.concurrency == 1]
-    cells = [cell for cell in cells if len(cell.repetitions) > 1]  # one has no spread
-    without = [cell for cell in cells if not cell.k]
-    plain = min(without, key=lambda cell: cell.context, default=None)
+    plain = bench.checkpoint.cell(0, 1)
     found = []
-    for cell in cells:
-        if plain and cell.k and cell.load == plain.load:
+    for cell in bench.checkpoint.cells:
+        times = bench.checkpoint.times(cell)
+        has_spread = plain and min(len(plain.rates), len(cell.rates)) > 1
+        if cell.concurrency == 1 and cell.k and times and has_spread:
             # The estimate of a ratio is no proof. A k passes only if its slowest repetition reaches
             # the limit against the fastest one without drafting; all of them fail only if no pair
             # of repetitions reaches it.
-            low = (cell.slowest or 0.0) / (plain.fastest or 1.0)
-            middle = (cell.tokens_per_second or 0.0) / (plain.tokens_per_second or 1.0)
-            high = (cell.fastest or 0.0) / (plain.slowest or 1.0)
-            found.append((low, middle, high, cell.k))
+            found.append((*times, cell.k))
     if not found:
         says = "k=0 and a k with drafting must both answer one request at a time, twice or more: "
         cure = "`keepmtp bench CHECKPOINT --k 0,1 --concurrency 1 --repeat 3`."

@@ -15,38 +15,31 @@ from pathlib import Path
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
-from ...checkpoints.source import Source, small_file, small_object
+from ...checkpoints.source import Source, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
 from ...recipes.family import Family
 from ...recipes.frozen import frozen
 from ..measure.room import least_gpus
 
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _CARDS = ("4090", "L40S", "H100", "H200", "B200")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MOST_GPUS = 8
-_Group = tuple[str, str]
 
 
 @frozen
 class ModuleGroup:
-    """Modules of one kind.
+    """Quantized modules of one kind.
 
     Attributes:
         part: backbone or mtp.
         modules: their group in the recipe's words.
-        schemes: of their weights; none where all are plain.
-        plain: dtypes of the weights, biases and states that are not quantized.
-        why: the recipe's word for the group, and the reasons of the family table for what no recipe
-            quantizes.
+        schemes: of their weights.
     """
 
     part: str
     modules: str
     schemes: tuple[str, ...]
-    plain: tuple[str, ...]
-    why: str
 
 
 def recipe_text(folder: Path) -> str:
@@ -68,71 +61,35 @@ def recipe_text(folder: Path) -> str:
 
 
 def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
-    """Every module group of a checkpoint, backbone first, quantized ones before the others.
+    """Every module group of a checkpoint that has a scheme, backbone first.
 
     Raises:
         RecipeError: no family table for its model type.
     """
     runtime = RuntimeView.of(checkpoint)
-    policies = {"backbone": record.recipe.backbone, "mtp": record.recipe.mtp}
+    asked = {*record.recipe.backbone.values()}
     if isinstance(record.recipe.mtp, str):
-        groups = {*record.recipe.backbone}
-        if not groups:  # a draft alone
-            for module in runtime.weights:
-                place = runtime.placed.get(module)
-                if place and not place.row.why_kept:
-                    groups.add(place.role)
-        policies["mtp"] = dict.fromkeys(groups, record.recipe.mtp)
-    asked = {*policies["backbone"].values(), *policies["mtp"].values()}
-    stored = [(entry.name, "", entry.dtype) for entry in runtime.others]
+        asked.add(record.recipe.mtp)
+    else:
+        asked.update(record.recipe.mtp.values())
+    schemes = defaultdict[tuple[str, str], set[str]](set)
     for module, weight in runtime.weights.items():
-        scheme = weight.scheme or ""
+        scheme = weight.scheme or weight.form
         if weight.form == "mxfp4":
             # One layout serves three, which differ in what vLLM does with it.
             named = [word for word in ("MXFP4", "MXFP4A16") if word in asked]
             scheme = next(iter(named), "MXFP4A8")
-        elif not scheme and weight.form != "plain":
-            scheme = weight.form
-        stored.append((module, scheme, weight.weight.dtype))
-    schemes = defaultdict[_Group, set[str]](set)
-    plain = defaultdict[_Group, set[str]](set)
-    reasons = defaultdict[_Group, set[str]](set)
-    for name, scheme, dtype in stored:
-        place = runtime.placed.get(name)
+        if scheme == "plain":
+            continue
+        place = runtime.placed.get(module)
         group = ("backbone", "unknown")
         if place:
             group = place.part, place.role
-        if scheme:
-            schemes[group].add(scheme)
-            continue
-        plain[group].add(dtype)
-        if place and place.row.why_kept:
-            reasons[group].add(place.row.why_kept)
-        elif place and place.leaf == "bias":
-            reasons[group].add("a bias, not a matrix")
+        schemes[group].add(scheme)
     rows = []
-    for part, modules in sorted(schemes.keys() | plain.keys()):
-        group = part, modules
-        why = sorted(reasons[group])
-        if modules in policies[part]:
-            why.insert(0, f"recipe: {policies[part][modules]}")
-        row = ModuleGroup(
-            part=part,
-            modules=modules,
-            schemes=tuple(sorted(schemes[group])),
-            plain=tuple(sorted(plain[group])),
-            why="; ".join(why),
-        )
-        rows.append(row)
-    return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes)))
-
-
-def is_chat(checkpoint: Source) -> bool:
-    """Whether it has a chat template."""
-    tokenizer = small_object(checkpoint, "tokenizer_config.json")
-    if tokenizer and tokenizer.get("chat_template"):
-        return True
-    return any(small_file(checkpoint, name) for name in _TEMPLATES)
+    for (part, modules), found in sorted(schemes.items()):
+        rows.append(ModuleGroup(part=part, modules=modules, schemes=tuple(sorted(found))))
+    return tuple(rows)
 
 
 def parser_words(family: Family) -> str:

@@ -30,7 +30,7 @@ from ...recipes.protocol import Gates
 from ...recipes.runtimes.vllm import NEWEST, is_known
 from ..check.check import examine
 from ..check.pair import of_draft
-from ..facts.benched import BenchFact
+from ..facts.benched import NO_SPEED, BenchFact
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places, with_cures
 from ..facts.evaluated import EvaluationFact
@@ -77,6 +77,7 @@ NOT_RUN = {
         "GSM8K was not asked: what quantization costs in right answers is unknown. `keepmtp eval "
         "CHECKPOINT` measures it."
     ),
+    "bench": NO_SPEED,
     "identity": (
         "Not taken: this report is not bound to the checkpoint's bytes. `keepmtp check CHECKPOINT "
         "--record` binds it."
@@ -320,7 +321,7 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 8 does not
+        CheckpointError: no such file, no JSON, another version, or a field that version 9 does not
             have.
     """
     raw = read_bytes_of(path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --record` wrote")
@@ -329,7 +330,7 @@ def read_json(path: Path) -> FullReport:
     except ValidationError as error:
         raise CheckpointError(
             path,
-            f"a report is a {JSON_FILE} of version 8",
+            f"a report is a {JSON_FILE} of version 9",
             got=first_fault(error),
             cure="Run the check again with this keepmtp",
         ) from error

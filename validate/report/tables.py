@@ -11,7 +11,6 @@ from typing import Any
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
-from ..facts.benched import Benched, words_of
 from ..facts.numbers import figure, percent
 from ..facts.rows import ARM_TITLES, Arm, Row
 from ..facts.schema import FullReport
@@ -139,29 +138,3 @@ def measured(report: FullReport) -> list[Any]:
     """What was measured with servers."""
     parts = (report.evaluation, report.serve, report.closeness, report.bench)
     return [part for part in parts if part]
-
-
-def cells(benched: Benched) -> Table:
-    """A row for each load and k; `best` is the k that is recommended, ± half of what repetitions
-    spread.
-    """
-    best = {row.load: row.k for row in benched.recommended}
-    rows = []
-    for cell in benched.cells:
-        figures = (cell.rate, *("-",) * 5)
-        if cell.tokens_per_second:
-            times = f"{cell.first_token_ms:,.1f}", f"{cell.per_token_ms:,.1f}"
-            over = "-"
-            by_position = "-"
-            if cell.k:
-                over = figure(benched.speed_up(cell))
-                shares = [f"{100 * share:.1f}" for share in cell.drafts.acceptance_per_position]
-                by_position = " ".join(shares)
-            length = figure(cell.drafts.mean_accepted_length)
-            figures = (cell.rate, over, *times, by_position, length)
-        name = f"{cell.k}"
-        if cell.k == best[cell.load]:
-            name = f"best {cell.k}"
-        rows.append((words_of(cell.load), name, *figures))
-    times = (">tok/s", ">over k=0", ">first ms", ">each ms")
-    return Table(columns=("load", ">k", *times, ">by position, %", ">length"), rows=rows)

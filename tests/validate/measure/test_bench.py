@@ -96,8 +96,8 @@ def test_figures_are_computed_from_counts_and_never_read():
     told = fact.model_dump(mode="json")
     best = told["checkpoint"]["cells"][3]
     assert best["tokens_per_second"] == pytest.approx(193.0)
-    assert best["acceptance_per_position"] == [0.9, 0.81, 0.729]
-    assert best["mean_accepted_length"] == pytest.approx(1 + 0.9 + 0.81 + 0.729)
+    assert best["drafts"]["acceptance_per_position"] == [0.9, 0.81, 0.729]
+    assert best["drafts"]["mean_accepted_length"] == pytest.approx(1 + 0.9 + 0.81 + 0.729)
     best["tokens_per_second"] = 1e6
     assert BenchFact.model_validate(told) == fact
 
@@ -142,7 +142,7 @@ def test_high_acceptance_that_is_slower_is_said_with_its_cell():
 def test_a_failed_cell_has_no_figure_and_is_not_recommended():
     failed = cell(3, [], error="1 of 16 requests failed")
     one = benched().model_copy(update={"cells": (cell(0, [9, 10, 11]), failed)})
-    assert failed.tokens_per_second is None and one.speed_up(failed) is None
+    assert failed.tokens_per_second is None and one.times(failed) is None
     assert one.recommended[0].k == 0 and one.recommended[0].says == "no other k was measured"
 
 

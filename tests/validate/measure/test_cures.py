@@ -121,17 +121,17 @@ def test_a_result_says_what_was_applied(folder, tmp_path):
         " ".join(done.stderr.split())
     )
     says = f"vLLM was mended by keepmtp's cures {applied}"
-    assert f"The checkpoint was served natively: {says}." in " ".join(done.stdout.split())
+    assert f"Figures of the checkpoint are of a mended vLLM: {says}." in " ".join(
+        done.stdout.split()
+    )
     assert says in (tmp_path / "out" / "serve.json").read_text()
     plain = keepmtp(words, VLLM_PYTHON=python, KEEPMTP_CURES="0", status=0)
     assert "mended" not in plain.stdout + plain.stderr, "other answers, with a file of their own"
 
 
 @pytest.mark.full
-def test_the_commands_carry_them(folder, tmp_path):
+def test_the_command_carries_them(folder, tmp_path):
     done = keepmtp(f"serve {folder} --dry-run", VLLM_PYTHON=str(stub_vllm(tmp_path)), status=0)
-    line, docker = done.stdout.splitlines()[1:]
+    (line,) = done.stdout.splitlines()[1:]
     assert line.startswith(f"env KEEPMTP_CURES={STEP} vllm serve ")
-    assert f"-e KEEPMTP_CURES={STEP} --entrypoint sh vllm/vllm-openai:v0.32.0 -c '" in docker
-    assert "--no-index --no-deps" in docker and '&& exec vllm serve "$@"\' vllm /model' in docker
     assert "KEEPMTP_CURES=0 serves" in done.stderr

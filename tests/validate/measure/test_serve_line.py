@@ -10,7 +10,6 @@ from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.measure.harness import ks_up_to
 from keepmtp.validate.measure.serve_line import (
-    docker_words,
     draft_words,
     refuse_pipeline,
     refuse_settings,
@@ -124,10 +123,6 @@ def test_an_embedding_in_the_block_is_there_on_the_last_stage(tmp_path):
 
 
 def test_a_draft_of_its_own():
-    """It is named in the speculative config; a container sees its folder."""
+    """It is named in the speculative config."""
     words = serve_words("org/target", 2, *separate_draft("org/draft"))
     assert json.loads(words[-1])["model"] == "org/draft"
-    line = shlex.join(docker_words("/data/t", 2, *separate_draft("/data/d"), version="0.32.0"))
-    assert "-v /data/d:/draft:ro vllm/vllm-openai" in line and '"model":"/draft"}' in line
-    hub = docker_words("org/target", 2, *separate_draft("org/draft"), version="0.32.0")
-    assert json.loads(hub[-1])["model"] == "org/draft" and "/draft:ro" not in shlex.join(hub)

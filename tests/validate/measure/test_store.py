@@ -7,7 +7,7 @@ import pytest
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.served import total
-from keepmtp.validate.measure.figures import MOST_SHOWN, correct, drafting, finish
+from keepmtp.validate.measure.figures import correct, drafting, finish
 from keepmtp.validate.measure.store import (
     Answer,
     AnswersHeader,
@@ -151,26 +151,21 @@ def changes(folder: Path, off: list[tuple[str, bool]], on: list[tuple[str, bool]
     return drafting(*files, [FILTER])
 
 
-def test_what_drafting_changes_is_counted_named_and_shown(tmp_path):
-    long = "step " * 60
-    off = [("#### 1", True), (f"{long}so 2\n#### 2", True), ("#### 3", True), ("#### 4", False)]
-    on = [("#### 1", True), (f"{long}so 3\n#### 3", False), ("  ", False), ("#### 4!", False)]
+def test_what_drafting_changes_is_counted(tmp_path):
+    off = [("#### 1", True), ("#### 2", True), ("#### 3", True), ("#### 4", False)]
+    on = [("#### 1", True), ("#### 3", False), ("  ", False), ("#### 4!", False)]
     same = ("#### 5", False)
     found = changes(tmp_path, [*off, same], [*on, same])
     right, texts = (json.loads(switch.model_dump_json()) for switch in found.switches)
-    counts = {"both": 1, "only_plain": 2, "only_drafting": 0, "neither": 2, "questions": [1, 2]}
+    counts = {"only_plain": 2, "only_drafting": 0}
     assert right == {"reads": FILTER, "chance": pytest.approx(0.5)} | counts
-    assert (texts["reads"], texts["only_plain"], texts["questions"]) == ("not empty", 1, [2])
-    assert found.num_changed == 3 and [one.question for one in found.changed] == [1, 2, 3]
-    first, _, last = found.changed
-    assert first.plain.startswith("...") and first.plain.endswith("so 2\n#### 2")
-    assert len(first.plain) < 100 and first.drafting.endswith("so 3\n#### 3")
-    assert (last.plain, last.drafting) == ("#### 4", "#### 4!")
+    assert (texts["reads"], texts["only_plain"], texts["only_drafting"]) == ("not empty", 1, 0)
+    assert found.num_changed == 3
 
 
-def test_equal_answers_change_nothing_and_few_are_shown(tmp_path):
+def test_equal_answers_change_nothing_and_others_are_all_counted(tmp_path):
     same = [("#### 1", True)] * 9
     found = changes(tmp_path / "same", same, same)
     assert not found.num_changed and {switch.chance for switch in found.switches} == {1.0}
     changed = changes(tmp_path / "other", same, [("#### 2", False)] * 9)
-    assert changed.num_changed == 9 and len(changed.changed) == MOST_SHOWN
+    assert changed.num_changed == 9

@@ -408,27 +408,19 @@ def test_weights_of_another_checkpoint_are_not_added_to(publish_here, hub):
 
 
 def test_what_everybody_reads_gets_only_what_was_checked(publish_here, hub, folder):
-    """Files are sent to a branch; the main branch has them in one commit, after the last look."""
+    """Files are sent as a pull request, which is compared; the main branch stays as it was."""
     repo = hub.add(REPO, private=False)
     hub.faults = [Fault("GET .*/revision/", **other_hash(SHARD))]
-    ended = publish_here("--yes", code=1, says=f"{SHARD} has another size or hash there")
-    assert "It is public, as it was." in ended.err
-    assert repo.head == FIRST_COMMIT and len(repo.branches) == 2
-    hub.faults = [
-        Fault(
-            "POST .*/commit/main",
-            before=lambda: hub.commit(REPO, {"strange.txt": b"by somebody else"}),
-        )
-    ]
-    ended = publish_here(
-        "--yes", "--update", code=2, says="nobody else may write to it meanwhile; got 412"
-    )
-    assert set(repo.at("main")) == {".gitattributes", "strange.txt"}
-    publish_here("--yes", "--update")
+    publish_here("--yes", code=1, says=f"{SHARD} has another size or hash there")
+    assert repo.head == FIRST_COMMIT and [*repo.branches] == ["main", "refs/pr/1"]
+    hub.faults = []
+    told = json.loads(publish_here("--yes", "--json").out)
+    assert told["pull_request"] == f"{hub.endpoint}/{REPO}/discussions/1", "it goes on"
     sent = {name: file.num_bytes for name, file in prepare(folder, repo=REPO).files.items()}
-    there = {name: blob.size for name, blob in repo.at("main").items() if name in sent}
-    assert sent == there and hub.files(REPO)[SHARD] == (folder / SHARD).read_bytes()
-    assert {branch for branch in repo.branches if repo.name(branch) == repo.head} == {"main"}
+    request = repo.at(told["commit"])
+    there = {name: blob.size for name, blob in request.items() if name in sent}
+    assert sent == there and request[SHARD].path.read_bytes() == (folder / SHARD).read_bytes()
+    assert repo.head == FIRST_COMMIT
 
 
 @pytest.mark.full
