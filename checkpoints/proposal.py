@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
+from ..recipes.frozen import Json, Raw
 from .companions import HF_QUANT_CONFIG, INDEX
 from .safetensors_file import Entry
 from .source import Source, small_bytes, small_object
@@ -264,20 +265,29 @@ class Proposal:
         old = small_object(self.source, INDEX) or {}
         if not old and len({*files.values()}) == 1:
             return None
-        given = old.get("metadata")
-        listed = old.get("weight_map", {})
-        metadata = {"total_size": total}
-        if isinstance(given, dict):
-            metadata = {**given, **metadata}
-        if (listed, given) == (files, metadata):
+        index = index_like(old, files, total)
+        if index == old:
             return None
-        # Names stay where they were, so that little changes.
-        weight_map = dict[str, str]()
-        for name in (*listed, *sorted(files)):
-            if name in files:
-                weight_map[name] = files[name]
-        index = {**old, "metadata": metadata, "weight_map": weight_map}
         return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def index_like(old: Raw, files: Mapping[str, str], num_bytes: int) -> Json:
+    """The index of these tensors; names stay where they were, so that little changes.
+
+    Args:
+        old: the index as it is, {} for none.
+        files: the file of each tensor.
+        num_bytes: of all tensors.
+    """
+    given = old.get("metadata")
+    metadata = {"total_size": num_bytes}
+    if isinstance(given, dict):
+        metadata = {**given, **metadata}
+    weight_map = dict[str, str]()
+    for name in (*old.get("weight_map", ()), *sorted(files)):
+        if name in files:
+            weight_map[name] = files[name]
+    return {**old, "metadata": metadata, "weight_map": weight_map}
 
 
 def in_form_of(before: bytes | None, value: Mapping[str, Any]) -> bytes:

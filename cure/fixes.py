@@ -16,9 +16,9 @@ from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.dialects.choose import quantization_of, read_dialect
 from ..checkpoints.dialects.fp8 import Fp8
 from ..checkpoints.dialects.layouts import refitted
-from ..checkpoints.dialects.modelopt import ModelOpt, hf_quant_config, reads_other_file
+from ..checkpoints.dialects.modelopt import ModelOpt
 from ..checkpoints.dialects.runtime_view import RuntimeView
-from ..checkpoints.dialects.said import say_what_is_stored, would_fit
+from ..checkpoints.dialects.said import other_file_agrees, say_what_is_stored, would_fit
 from ..checkpoints.proposal import CONFIG, JSONPath, Proposal
 from ..recipes.errors import counted
 from ..recipes.family import HFName
@@ -206,7 +206,6 @@ def two_configs_agree(faulty: Faulty) -> None:
     bytes, its own: R5.
     """
     proposal = faulty.proposal
-    config = proposal.quantization()
     other = proposal.value(HF_QUANT_CONFIG, ("quantization",))
     if not proposal.config_place or proposal.value(HF_QUANT_CONFIG, ()) is None:
         return
@@ -222,13 +221,8 @@ def two_configs_agree(faulty: Faulty) -> None:
         for key in ("quant_algo", "group_size"):
             if key in other:
                 proposal.set_quantization((key,), other[key], why)
-    elif config.get("quant_algo") and not reads_other_file(config):
-        if "exclude_modules" not in config:
-            listed = config.get("ignore") or config.get("ignored_layers") or []
-            config = hf_quant_config({**config, "ignore": listed})["quantization"]
-        why = "config.json is what vLLM reads, and fits what is stored"
-        # What config.json has no word for stays.
-        proposal.set(HF_QUANT_CONFIG, ("quantization",), other | config, why)
+    else:
+        other_file_agrees(proposal)
 
 
 def _holder(proposal: Proposal, key: str) -> JSONPath:

@@ -48,6 +48,7 @@ BLOCKS = (
     "mtp_source",
     "from",
     "format",
+    "keeps_config",
     "kv_cache",
     "search",
     "requantize",

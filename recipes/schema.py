@@ -115,6 +115,9 @@ class Recipe(Frozen):
     donors: Donors | None = Field(default=None, alias="from")
     # Whose names, scales and config the checkpoint has; the packed bytes are the same.
     format: Format = "compressed-tensors"
+    # The checkpoint's own config is edited, not written anew, and groups with the word `source`
+    # stay as they are, in whatever form.
+    keeps_config: bool = False
     # FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the
     # cache alone.
     kv_cache: Literal["FP8"] | None = None
@@ -263,7 +266,7 @@ class Recipe(Frozen):
         if self.format == "modelopt" and wordless:
             cure = "Use one of these: vLLM loads no other of modelopt's; or remove format"
             yield f"format: modelopt is for {', '.join(ALGORITHMS)}", ", ".join(wordless), cure
-        if self.format == "fp8" and self.backbone:
+        if self.format == "fp8" and self.backbone and not self.keeps_config:
             cure = "Remove format: FP8_BLOCK stores the same numbers"
             yield "format: fp8 is for a draft alone", "a backbone", cure
         yield from self._against_calibration(words)
@@ -370,6 +373,8 @@ class Recipe(Frozen):
             variant += f"-{folded(key)}-{folded(word)}"
             if key in ("kv_cache", "format"):
                 changed[key] = word
+                if key == "format":
+                    changed["keeps_config"] = False
             else:
                 changed["backbone"] = {**changed.get("backbone", self.backbone), key: word}
         if mtp is not None:

@@ -48,8 +48,8 @@ from .modules import NamedModule, RuntimeModule, runtime_modules
 MIXED = "MIXED_PRECISION"
 _BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
 FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
-_OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *FOUR_BITS, "MXFP8")
-ALGORITHMS = (*_OF_MODULES, MIXED)
+OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *FOUR_BITS, "MXFP8")
+ALGORITHMS = (*OF_MODULES, MIXED)
 _CODECS = ("IQ2_XS", "IQ2_XXS", "Q8_0")
 # What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than
 # linear modules of vLLM.
@@ -271,12 +271,6 @@ def modelopt_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
         case "plain":
             return PLAIN
     return UNKNOWN
-
-
-def algorithm_of(form: str) -> str:
-    """The algorithm that builds a stored form; "" where none does."""
-    built = ((algorithm, modelopt_built(algorithm, 16, 128)) for algorithm in _OF_MODULES)
-    return next((algorithm for algorithm, module in built if module.form == form), "")
 
 
 def layer_row(algorithm: str) -> Json:

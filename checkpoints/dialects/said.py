@@ -21,6 +21,7 @@ from typing import Any
 from ...recipes.family import HFName, Part
 from ...recipes.frozen import Json, without
 from ...recipes.schemes import SCHEMES
+from ..companions import HF_QUANT_CONFIG
 from ..proposal import Proposal
 from .choose import read_dialect
 from .compressed_tensors import CompressedTensors
@@ -28,7 +29,14 @@ from .dialect import UNKNOWN, Dialect, Exceptions, Refusal, Resolution, entry_fo
 from .excepted import PlainModule, entries_for
 from .gptq import Awq, Gptq
 from .layouts import fits
-from .modelopt import ModelOpt, algorithm_of, layer_row
+from .modelopt import (
+    MIXED,
+    OF_MODULES,
+    ModelOpt,
+    hf_quant_config,
+    layer_row,
+    reads_other_file,
+)
 from .modules import Spellings, regexes, spell
 from .quark import Quark
 from .runtime_view import Module, RuntimeView
@@ -90,9 +98,24 @@ def say_what_is_stored(
     if isinstance(dialect, CompressedTensors):
         _more_targets(runtime, proposal, modules, schemes or _NONE)
     elif isinstance(dialect, ModelOpt):
-        _more_lines(runtime, proposal, modules)
+        _more_lines(runtime, proposal, modules, schemes)
     elif isinstance(dialect, Quark):
         _more_layers(runtime, proposal, modules)
+
+
+def other_file_agrees(proposal: Proposal) -> None:
+    """hf_quant_config.json says what config.json says, where there are both and vLLM reads that."""
+    other = proposal.value(HF_QUANT_CONFIG, ("quantization",))
+    config = proposal.quantization()
+    if not proposal.config_place or not isinstance(other, dict):
+        return
+    if config.get("quant_algo") and not reads_other_file(config):
+        if "exclude_modules" not in config:
+            listed = config.get("ignore") or config.get("ignored_layers") or []
+            config = hf_quant_config({**config, "ignore": listed})["quantization"]
+        why = "config.json is what vLLM reads, and fits what is stored"
+        # What config.json has no word for stays.
+        proposal.set(HF_QUANT_CONFIG, ("quantization",), other | config, why)
 
 
 def is_said(runtime: RuntimeView, module: Module, schemes: Schemes) -> bool:
@@ -113,6 +136,8 @@ def would_fit(dialect: Dialect, module: Module, schemes: Schemes = _NONE) -> boo
 def _is_built(module: Module, answer: Resolution, dialect: Dialect, schemes: Schemes) -> bool:
     if answer.error:
         return False
+    if module.is_plain:
+        return answer.built.form == "plain"
     for member in module.members:
         if not fits(answer.built, member.weight):
             return False
@@ -307,9 +332,15 @@ def _with_targets(
     """The groups, of which one builds these modules."""
     targets = _regexes(runtime, mine)
     named = set[str]()  # by another group, which vLLM would take
-    for other, group in groups.items():
-        if other != key:
-            named.update(group.get("targets") or ())
+    for other, group in [*groups.items()]:
+        if other == key:
+            continue
+        # Of one text in two groups the last counts.
+        left = [target for target in group.get("targets") or () if target not in targets]
+        groups = groups | {other: {**group, "targets": left}}
+        named.update(left)
+        if not left:
+            groups = without(groups, other)
     # A target that is a class counts after all names.
     entries = set[str]()
     is_hit = False
@@ -334,26 +365,36 @@ def _with_targets(
 # --- modelopt and Quark ---------------------------------------------------------------------------
 
 
-def _more_lines(runtime: RuntimeView, proposal: Proposal, modules: Sequence[Module]) -> None:
+def _more_lines(
+    runtime: RuntimeView, proposal: Proposal, modules: Sequence[Module], schemes: Schemes | None
+) -> None:
     """Lines of modelopt's quantized_layers, new or with the algorithm that is stored, by the first
-    name that vLLM takes.
+    name that vLLM takes. Where one algorithm was enough, each quantized module gets a line.
     """
     now = proposal.quantization("quantized_layers")
+    lost = _lost(runtime, modules)
+    if now is None and lost and schemes is not None:
+        now = {}
+        lost = [*filter(_is_packed, _asked_about(runtime, None))]
     lines = dict[str, Json]()
-    for module in _lost(runtime, modules):
-        algorithm = algorithm_of(module.members[0].weight.form)
+    for module in lost:
         dialect = runtime.dialect_of(module.part)
-        if not algorithm or not isinstance(dialect, ModelOpt):
-            continue
-        on_disk = _as_plain(module).on_disk
-        for names in (on_disk, (module.name,)):
-            layers = dict.fromkeys(map(dialect.rename.name, names), algorithm)
-            if would_fit(replace(dialect, quantized_layers=layers), module):
-                lines |= dict.fromkeys(names, layer_row(algorithm))
-                break
+        if isinstance(dialect, ModelOpt):
+            lines |= _lines_of(module, dialect)
     if lines and now is not None:
         why = f"quantized on disk, and not in quantized_layers: {_some(lines)}"
         proposal.set_quantization(("quantized_layers",), now | lines, why)
+        proposal.set_quantization(("quant_algo",), MIXED, why)
+
+
+def _lines_of(module: Module, dialect: ModelOpt) -> dict[str, Json]:
+    on_disk = _as_plain(module).on_disk
+    for algorithm in (dialect.algorithm, *OF_MODULES):
+        for names in (on_disk, (module.name,)):
+            layers = dict.fromkeys(map(dialect.rename.name, names), algorithm)
+            if would_fit(replace(dialect, algorithm=MIXED, quantized_layers=layers), module):
+                return dict.fromkeys(names, layer_row(algorithm))
+    return {}
 
 
 def _more_layers(runtime: RuntimeView, proposal: Proposal, modules: Sequence[Module]) -> None:

@@ -55,6 +55,17 @@ def with_entries(
     return made, ()
 
 
+def obstacles_of(view: FamilyView, modules: Sequence[NamedModule], config: Json) -> tuple[str, ...]:
+    """What stands against a config that nothing is added to."""
+    model = sglang_model(view.config)
+    if config["quant_method"] not in ("compressed-tensors", "modelopt") or model.own_config:
+        return ("of this config it is not known before it is written: see `keepmtp check`",)
+    if model.draft is None:
+        return (f"{model.no_draft} ({model.file})",)
+    known = [module for module in modules if module.place.is_known]
+    return tuple(dict.fromkeys(_misbuilt(SglangBuild(view, config), known)))
+
+
 def added_names(view: FamilyView, known: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:
     """The spellings that only SGLang asks compressed-tensors' config about, by scheme; and names
     that it asks for modules of two schemes.

@@ -318,7 +318,7 @@ def refuse_other_integers(plan: Plan) -> None:
     """
     for tensor in chain(*chain(*[shard.units for shard in plan.written])):
         is_decoded = tensor.form == "int_packed" and tensor.fate != "keep"
-        if not is_decoded and tensor.form != "gptq":
+        if plan.stays(tensor) or (not is_decoded and tensor.form != "gptq"):
             continue
         found = parts(plan, tensor).items()
         small = {leaf: entry for leaf, entry in found if leaf in _SMALL}

@@ -11,6 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ...checkpoints.dialects.choose import UNQUANTIZED
+from ...checkpoints.dialects.fp8 import Fp8
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.donors import with_donors
 from ...checkpoints.mtp_source import with_mtp_of
 from ...checkpoints.source import Source, open_source, page_of, view_of
@@ -181,8 +184,8 @@ def changed_recipe(
     if scheme is not None:
         cure = "Name each group by --set, or leave --set out"
         raise RecipeError("--scheme", "is for the whole checkpoint", got="also --set", cure=cure)
-    served = served_view(source, view_of(source))
-    if served is not None and not places and words == {"format": served.dialect.name}:
+    dialect = RuntimeView.of(source).dialect
+    if not places and words == {"format": dialect.name}:
         rule = "format must be another one than the checkpoint's"
         got = f"{words['format']}, which it is in already"
         raise RecipeError("--set", rule, got=got, cure="There is nothing to do")
@@ -203,8 +206,11 @@ def changed_recipe(
         "calibration": None,
         "from": donors or None,
     }
-    if served is not None and served.dialect.name in FORMATS:
-        flat["format"] = served.dialect.name
+    flat["keeps_config"] = dialect.name != UNQUANTIZED.name
+    if dialect.name in FORMATS:
+        flat["format"] = dialect.name
+    elif isinstance(dialect, Fp8):
+        flat["format"] = "fp8"
     file = RecipeFile(path=Path(source.where), default="source", flat={"source": flat}, text=None)
     mtp = words.pop("mtp", mtp)
     recipe, _ = choose(file, "source", mtp=mtp, changes=words, calibration=calibration)

@@ -11,7 +11,7 @@ from ...checkpoints.dialects.fp8 import fp8_config
 from ...checkpoints.dialects.modelopt import hf_quant_config, modelopt_config
 from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtime_modules
 from ...checkpoints.sglang import VERSION
-from ...checkpoints.sglang.entries import with_entries
+from ...checkpoints.sglang.entries import obstacles_of, with_entries
 from ...recipes.conventions import FP8_CACHE
 from ...recipes.frozen import Json, frozen, without
 from .plan import Plan
@@ -79,6 +79,10 @@ def config_of(plan: Plan) -> QuantizationConfig:
     if cache is None and plan.served is not None:
         cache = plan.served.kv_cache_scheme
     modules = named_modules(plan.view, matrices_of(plan))
+    if plan.recipe.keeps_config:
+        value = plan.edited.quantization()
+        obstacles = obstacles_of(plan.view, modules, value)
+        return QuantizationConfig(value=value, obstacles=obstacles)
     if plan.recipe.format == "fp8":
         value = fp8_config(modules)
     else:
@@ -101,6 +105,11 @@ def files_of(plan: Plan) -> dict[str, Json]:
     """The config files of a plan: the source's config.json with a new quantization_config, and
     without any other in the places where vLLM looks for one.
     """
+    if plan.recipe.keeps_config:
+        files = {}
+        for name in ("config.json", HF_QUANT_CONFIG):
+            files[name] = plan.edited.value(name, ())
+        return {name: value for name, value in files.items() if value is not None}
     family = plan.view.family
     quantization = config_of(plan).value
     changed = {**plan.source.config, **family.config_changes}

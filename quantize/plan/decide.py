@@ -108,7 +108,12 @@ class Decisions:
         place = self._place(name)
         if place.leaf != "weight":  # a parameter whose own name ends in .weight
             return self.other(weight.weight)
-        word, reason = self._word(place, is_served=served is not None)
+        is_served = served is not None
+        word, reason = self._word(place, is_served=is_served or self.recipe.keeps_config)
+        if word == "source" and self._is_carried(weight.weight):
+            return self._as_it_is(weight, place, reason)
+        if is_served and weight.form != "plain":
+            served.refuse_more()
         if place.row.table_scale and weight.weight.dtype in TABLE_WORDS:
             return self._packed_table(weight, place)
         self._refuse_unreadable(weight, place)
@@ -133,6 +138,19 @@ class Decisions:
                 cure=f"Set {place.role}: bf16 or a scheme; or `keepmtp fix` a config that lost it",
             )
         return _planned(weight, place, "dequantize", reason, (Output(name, "BF16", weight.shape),))
+
+    def _is_carried(self, entry: Entry) -> bool:
+        """Whether a tensor that stays is not looked at: the config that speaks of it stays too."""
+        return self.recipe.keeps_config and self._keeps_dialect(entry)
+
+    def _as_it_is(self, weight: StoredWeight, place: Place, reason: str) -> TensorPlan:
+        """A weight with its scales; one that batches run through, or of a donor, must be read."""
+        if weight.form != "plain":
+            reason = "as in the source"
+        if self.recipe.uses_batches() or origin_of(weight.weight):
+            self._refuse_unreadable(weight, place)
+        kept = tuple(map(same_output, weight.parts.values()))
+        return _planned(weight, place, "keep", reason, kept, weight.scheme)
 
     def _packed_table(self, weight: StoredWeight, place: Place) -> TensorPlan:
         """A part of a table that is packed already, with one scale for all parts or its own."""
@@ -166,7 +184,7 @@ class Decisions:
                 weight.
         """
         name = entry.name
-        kept = self._kept(name, (entry,), entry.shape) or self._cache_scale(entry)
+        kept = self._cache_scale(entry) or self._kept(name, (entry,), entry.shape)
         if kept is not None:
             return kept
         if _RECOMPUTED.search(name):
@@ -181,6 +199,7 @@ class Decisions:
             )
             return self.weight(stack)
         is_other = place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"
+        is_other |= self._is_carried(entry)
         if is_other and not row.stacked:
             why = row.why_kept or "a bias, not a matrix"
             return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)
@@ -196,14 +215,18 @@ class Decisions:
     def _kept(
         self, name: HFName, entries: tuple[Entry, ...], shape: tuple[int, ...]
     ) -> TensorPlan | None:
-        """A tensor that the recipe's `keep` names; mostly the family's table does not know it."""
+        """A tensor that the recipe's `keep` names; or one that the family does not know, where the
+        config stays.
+        """
         hits = [pattern for pattern in self.recipe.keep if self._matches(pattern, name)]
-        if not hits:
+        is_strange = self._is_carried(entries[0]) and self.view.place(name) is None
+        if not hits and not is_strange:
             return None
         place = self.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
         inputs = tuple(entry.name for entry in entries)
         outputs = tuple(same_output(entry) for entry in entries)
-        return TensorPlan(name, inputs, "keep", "recipe: keep", shape, outputs, place)
+        reason = "recipe: keep" if hits else "as in the source"
+        return TensorPlan(name, inputs, "keep", reason, shape, outputs, place)
 
     def _cache_scale(self, entry: Entry) -> TensorPlan | None:
         """A scale of a finished checkpoint's KV cache; None for another tensor."""
@@ -286,6 +309,8 @@ class Decisions:
 
     def _keeps_dialect(self, entry: Entry) -> bool:
         """Whether a finished checkpoint's tensor is written in its own dialect."""
+        if self.recipe.keeps_config and not origin_of(entry):
+            return True
         served = served_at(self.origins, entry)
         return served is not None and served.dialect.name == self.recipe.format
 
@@ -492,7 +517,6 @@ def served_view(source: Source, view: FamilyView) -> RuntimeView | None:
     native = (UNQUANTIZED.name, *_NATIVE, view.family.released_as)
     if isinstance(dialect, Fp8) or dialect.name in native:
         return None
-    served.refuse_more()
     return served
 
 

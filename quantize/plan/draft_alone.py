@@ -61,6 +61,7 @@ def recipe_of_draft(recipe: Recipe, target: RuntimeView) -> Recipe:
         ("calibration", "kv_cache", "budget", "backbone_auto", "mtp_auto", "mtp_tuned")
     )
     changed |= {"variant": variant, "backbone": {}, "overrides": (), "keep": ()}
+    changed["keeps_config"] = False
     changed["summary"] = f"the MTP block alone, {' and '.join(sorted(words))}"
     if target.dialect.name in FORMATS:
         changed["format"] = target.dialect.name

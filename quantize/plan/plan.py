@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import chain
 
 from ...checkpoints.dialects.runtime_view import RuntimeView
+from ...checkpoints.proposal import Proposal
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import DONOR_FILES, MTP_FILES, Source, origin_of
 from ...checkpoints.stored import stored_weights, transposed_weights
@@ -38,6 +39,7 @@ from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
 from ...recipes.tensor_parallel import Cut, Cuts, cut_of
 from .decide import Decisions, Origins, added_aliases, matching_limit, origins_of, served_at
+from .edited_configs import edited_configs
 from .kv_cache import with_cache_scales
 from .tables import is_table, refuse_tables
 from .tensor_plan import Output, Spelled, TensorPlan, outputs_of, same_output
@@ -207,6 +209,8 @@ class Plan:
                 served = served_at(self.origins, self.entries[tensor.inputs[0]])
             if served is not None and served.dialect.name == self.recipe.format:
                 continue  # its outputs are the source's tensors
+            if tensor.fate == "keep" and self.recipe.keeps_config and served is self.served:
+                continue
             if tensor.name.endswith(CACHE_LEAVES):
                 for output in tensor.outputs:
                     name = HFName(cache_scale_in("modelopt", output.name))
@@ -227,6 +231,11 @@ class Plan:
         if output.name in self.spelled:
             return self.spelled[output.name].output
         return output
+
+    @cached_property
+    def edited(self) -> Proposal:
+        """The config files of a recipe with `keeps_config`, as they will be."""
+        return edited_configs(self)
 
     @cached_property
     def entries(self) -> Mapping[HFName, Entry]:
@@ -288,7 +297,8 @@ class Plan:
         for group, word in self.recipe.backbone.items():
             if group not in TABLE_ROLES:
                 words.add(word)
-        return not self.is_draft_alone and (self.served is not None or words == {"source"})
+        keeps = self.served is not None or words == {"source"} or self.recipe.keeps_config
+        return keeps and not self.is_draft_alone
 
     @property
     def written(self) -> list[Shard]:
@@ -436,6 +446,9 @@ def make_plan(
         source = replace(source, entries=_read_by_draft(source, view))
     entries = with_separate_mtp(source, view)
     origins = origins_of(source, view)
+    for served in origins.values():
+        if served is not None and not recipe.keeps_config:
+            served.refuse_more()
     decisions = Decisions(recipe, source, view, origins)
     tensors = decided(decisions, entries.values())
     refuse_tables(recipe, view, tensors)
@@ -452,7 +465,7 @@ def make_plan(
     if recipe.kv_cache is not None:
         tensors = with_cache_scales(recipe, view, tensors)
     tensors.sort(key=plan_order)
-    return Plan(
+    plan = Plan(
         recipe=recipe,
         source=source,
         view=view,
@@ -461,6 +474,9 @@ def make_plan(
         trust_remote_code=trust_remote_code,
         origins=origins,
     )
+    if recipe.keeps_config:
+        _ = plan.edited  # refuses what its dialect cannot say
+    return plan
 
 
 def _takes_block_alone(recipe: Recipe, view: FamilyView) -> bool:
@@ -631,7 +647,8 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
         if len(tensor.shape) < 2 or tensor.fate == "drop":
             continue
         other = first.setdefault(tensor.runtime, tensor)
-        if other.scheme != scheme:
+        is_as_served = recipe.keeps_config and tensor.fate == other.fate == "keep"
+        if other.scheme != scheme and not is_as_served:
             raise RecipeError(
                 recipe.name,
                 f"vLLM fuses {other.module} and {tensor.module} into {tensor.runtime}, so they "

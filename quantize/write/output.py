@@ -37,6 +37,7 @@ from ...checkpoints.output import (
     refuse_strays,
     tidy,
 )
+from ...checkpoints.proposal import in_form_of, index_like
 from ...checkpoints.record import RECIPE, RECORD, Record, RecordedSource, read_record
 from ...checkpoints.source import (
     INDEX,
@@ -46,6 +47,8 @@ from ...checkpoints.source import (
     file_sizes,
     refuse_changed_files,
     sizes_from,
+    small_bytes,
+    small_object,
 )
 from ...recipes.errors import CheckpointError
 from ...recipes.frozen import Json, Raw
@@ -98,17 +101,20 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
         own.add(shard.file)
         for output in shard.outputs:
             weight_map[output.name] = shard.file
-    index = {
-        "metadata": {"total_size": plan.num_bytes_after},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
+    source = plan.source
+    old: Json = {}
+    if plan.recipe.keeps_config:
+        old = small_object(source, INDEX) or {}
+    index = index_like(old, weight_map, plan.num_bytes_after)
     texts = {INDEX: json.dumps(index, indent=2) + "\n", RECIPE: recipe_text}
     for name, content in files_of(plan).items():
-        texts[name] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        before = None
+        if plan.recipe.keeps_config:
+            before = small_bytes(source, name)
+        texts[name] = in_form_of(before, content).decode()
     texts[RECORD] = record_of(plan, calibration).text()
     for name, text in texts.items():
         write_whole(partial / name, text)
-    source = plan.source
     assert source.folder is not None
     cure = "Run the same command again: it compares what is written, and writes anew what differs"
     if plan.needs_calibration:

@@ -286,7 +286,7 @@ class _Job:
             for output, piece in zip(tensor.outputs, pieces, strict=True):
                 place.put(output, piece)
             return
-        if tensor.form in TRANSPOSED:
+        if tensor.form in TRANSPOSED and not self.plan.stays(tensor):
             found = read_parts(self.plan.source, parts(self.plan, tensor))
             values = upright(tensor.form, found, tensor.shape)
             for output in tensor.outputs:

@@ -187,6 +187,22 @@ def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
     return checkpoint
 
 
+def integers(model: str, *, columns: int, has_zeros: bool = False) -> Checkpoint:
+    """4 bits in groups of so many columns, which no scheme has, under llm-compressor's config."""
+    checkpoint = llmcompressor(model, "W4A16")
+    for name in [*checkpoint.tensors]:
+        if name.endswith("weight_packed"):
+            rows, words = checkpoint.tensors[name][1]
+            stem = name.removesuffix("_packed")
+            groups = words * 8 // columns
+            checkpoint.tensors[f"{stem}_scale"] = ("BF16", (rows, groups))
+            if has_zeros:
+                checkpoint.tensors[f"{stem}_zero_point"] = ("I32", (rows // 8, groups))
+    given = {"group_size": columns, "symmetric": not has_zeros}
+    checkpoint.quantization["config_groups"]["group_0"]["weights"] |= given
+    return checkpoint
+
+
 def flash_of_three_schemes() -> Checkpoint:
     """DeepSeek-V4-Flash with NVFP4 experts, FP8 attention and plain shared experts."""
     checkpoint = ours("dsv4-flash", "NVFP4")

@@ -1,8 +1,10 @@
 """One group of a finished checkpoint, in vLLM's own classes: target and draft are filled."""
 
+from functools import partial
+
 import pytest
 from checkpoint_files import Checkpoint, write
-from good import ours, outputs_of
+from good import integers, ours, outputs_of, qwen_fp8
 from keepmtp.pipeline import plan_for
 from keepmtp.recipes.conventions import FORMATS
 from keepmtp.validate.check.check import examine
@@ -11,6 +13,16 @@ from keepmtp.validate.dryload.check_on import with_loads
 pytestmark = pytest.mark.vllm
 MODELS = ("glm-4.7", "qwen3.5-27b", "mimo-7b", "deepseek-v3.1")
 CHANGES = ("mtp=NVFP4A16", "mtp=FP8_BLOCK", "attention=FP8_DYNAMIC")
+# Bodies that no recipe has a word for.
+OTHERS = {
+    "native FP8": (qwen_fp8, "mtp=bf16"),
+    "W4 in groups of 64": (partial(integers, "qwen3.5-27b", columns=64), "mtp=FP8_DYNAMIC"),
+    "W4 of experts": (partial(integers, "glm-4.7", columns=64), "mtp=FP8_DYNAMIC"),
+    "W4 with zero points": (
+        partial(integers, "qwen3.5-27b", columns=32, has_zeros=True),
+        "mtp=NVFP4A16",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +35,9 @@ def accounts(dry_loaded, tmp_path_factory):
             for change in CHANGES:
                 plan, _ = plan_for(str(folder), changes=[change], requantize=True)
                 made[f"{model} {format} {change}"] = outputs_of(plan)
+    for name, (make, change) in OTHERS.items():
+        plan, _ = plan_for(str(write(home / name, make())), changes=[change])
+        made[name] = outputs_of(plan)
     # Three changes for each, an odd number: every change is on either GPU.
     return [
         dry_loaded({name: made[name] for name in [*made][start::2]}, gpu)
@@ -32,7 +47,7 @@ def accounts(dry_loaded, tmp_path_factory):
 
 @pytest.mark.full
 def test_every_case_loads(accounts):
-    assert sum(map(len, accounts)) == len(MODELS) * len(FORMATS) * len(CHANGES)
+    assert sum(map(len, accounts)) == len(MODELS) * len(FORMATS) * len(CHANGES) + len(OTHERS)
     for loads in accounts:
         for name, account in loads.items():
             checked = with_loads(examine(account.path), [account])

@@ -134,8 +134,9 @@ def test_activations_say_what_eight_bits_are(tmp_path):
     config = json_of(folder / "config.json")
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
     put_json(folder / "config.json", config)
-    with pytest.raises(KeepMTPError, match="`source` needs a form that compressed-tensors can say"):
-        planned(folder, "mtp=source")
+    assert all(shard.is_link for shard in planned(folder, "mtp=source").shards)
+    with pytest.raises(KeepMTPError, match="`source` needs a form that modelopt can say"):
+        planned(folder, "format=modelopt")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -173,8 +174,10 @@ def test_rotations_are_not_lost(tmp_path):
     config = json_of(folder / "config.json")
     config["quantization_config"]["transform_config"] = {"config_groups": {"R1": {}}}
     put_json(folder / "config.json", config)
-    with pytest.raises(KeepMTPError, match="transform_config: must be empty"):
-        planned(folder, "mtp=source")
+    for change in ("attention=bf16", "format=modelopt"):
+        with pytest.raises(KeepMTPError, match="transform_config: must be empty"):
+            planned(folder, change)
+    assert all(shard.is_link for shard in planned(folder, "mtp=source").shards)
 
 
 def test_parts_of_a_module_stay_in_their_files(finished, tmp_path):
