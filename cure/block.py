@@ -157,7 +157,7 @@ def put_block(
     as_released = word == "source" and isinstance(dialect, Fp8)
     plan = plan_mtp_alone(source, view, word, as_released=as_released)
     for tensor in plan.tensors:
-        if tensor.scheme and not isinstance(dialect, CompressedTensors):
+        if tensor.scheme and not (as_released or isinstance(dialect, CompressedTensors)):
             raise RecipeError(
                 "--mtp",
                 f"a packed MTP block is written in compressed-tensors only, not in {dialect.name}",

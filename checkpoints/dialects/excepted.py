@@ -8,29 +8,13 @@ too, so each entry is compared with every name that must stay quantized.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from .dialect import Dialect, Exceptions, entry_for
-
-
-class PlainModule(NamedTuple):
-    """A module that is plain on disk.
-
-    Attributes:
-        name: vLLM's.
-        on_disk: its names on disk; of routed experts, the one of all.
-        are_experts: whether it is all routed experts of a layer.
-        is_refused: vLLM raises as it resolves it.
-    """
-
-    name: str
-    on_disk: tuple[str, ...]
-    are_experts: bool
-    is_refused: bool
+from .runtime_view import Module
 
 
 def entries_for(
-    dialect: Dialect, modules: Iterable[PlainModule], quantized: Sequence[str], *, stem: str = ""
+    dialect: Dialect, modules: Iterable[Module], quantized: Sequence[str], *, stem: str = ""
 ) -> list[str]:
     """Entries that reach these modules.
 
@@ -51,7 +35,7 @@ def entries_for(
                 return [entry]
             entries[entry] = None
             # What vLLM refuses needs its own name, which it looks for first.
-            modules = [module for module in modules if module.is_refused]
+            modules = [module for module in modules if module.resolution.error]
     for module in modules:
         for entry in _entries_of(dialect, exceptions, module, quantized):
             entries[entry] = None
@@ -59,16 +43,16 @@ def entries_for(
 
 
 def _entries_of(
-    dialect: Dialect, exceptions: Exceptions, module: PlainModule, quantized: Sequence[str]
+    dialect: Dialect, exceptions: Exceptions, module: Module, quantized: Sequence[str]
 ) -> Sequence[str]:
     """The entries for one module: vLLM's name, or, where a mapper spoils that, the names on
     disk.
     """
-    if exceptions.of_experts and module.are_experts:
+    if exceptions.of_experts and module.kind == "experts":
         return [entry_for(exceptions.of_experts, module.name)]
     ways: list[Sequence[str]] = [[entry_for(exceptions.of_name, module.name)]]
     if exceptions.may_be_on_disk:
-        ways.append(module.on_disk)
+        ways.append(names_on_disk(module))
     safe = [entries for entries in ways if not _reach(dialect, entries, quantized)]
     for entries in safe:
         if _reach(dialect, entries, [module.name]):
@@ -77,6 +61,17 @@ def _entries_of(
     if safe:
         return safe[0]
     return []
+
+
+def names_on_disk(module: Module) -> list[str]:
+    """The names of a module's weights on disk; of routed experts, the one of all."""
+    names = set[str]()
+    for member in module.members:
+        name = member.weight.module
+        if module.kind == "experts" and ".experts." in name:
+            name = name.partition(".experts.")[0] + ".experts"
+        names.add(name)
+    return sorted(names)
 
 
 def _reach(dialect: Dialect, entries: Iterable[str], names: Iterable[str]) -> bool:

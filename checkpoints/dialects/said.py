@@ -26,7 +26,7 @@ from ..proposal import Proposal
 from .choose import read_dialect
 from .compressed_tensors import CompressedTensors
 from .dialect import UNKNOWN, Dialect, Exceptions, Refusal, Resolution, entry_for
-from .excepted import PlainModule, entries_for
+from .excepted import entries_for, names_on_disk
 from .gptq import Awq, Gptq
 from .layouts import fits
 from .modelopt import (
@@ -254,21 +254,8 @@ def _entries_for(runtime: RuntimeView, missed: Sequence[Module]) -> list[str]:
         if not is_plain and modules[0].role != "vision":
             stem = ""
         reader = runtime.dialect_of(modules[0].part)
-        plain = map(_as_plain, modules)
-        entries |= dict.fromkeys(entries_for(reader, plain, packed, stem=stem))
+        entries |= dict.fromkeys(entries_for(reader, modules, packed, stem=stem))
     return [*entries]
-
-
-def _as_plain(module: Module) -> PlainModule:
-    on_disk = set[str]()
-    for member in module.members:
-        name = member.weight.module
-        if module.kind == "experts" and ".experts." in name:
-            name = name.partition(".experts.")[0] + ".experts"
-        on_disk.add(name)
-    is_refused = bool(module.resolution.error)
-    are_experts = module.kind == "experts"
-    return PlainModule(module.name, tuple(sorted(on_disk)), are_experts, is_refused)
 
 
 # --- compressed-tensors ---------------------------------------------------------------------------
@@ -388,9 +375,8 @@ def _more_lines(
 
 
 def _lines_of(module: Module, dialect: ModelOpt) -> dict[str, Json]:
-    on_disk = _as_plain(module).on_disk
     for algorithm in (dialect.algorithm, *OF_MODULES):
-        for names in (on_disk, (module.name,)):
+        for names in (names_on_disk(module), [module.name]):
             layers = dict.fromkeys(map(dialect.rename.name, names), algorithm)
             if would_fit(replace(dialect, algorithm=MIXED, quantized_layers=layers), module):
                 return dict.fromkeys(names, layer_row(algorithm))

@@ -14,16 +14,15 @@ from dataclasses import replace
 
 from ...checkpoints.dialects.fp8 import has_blocks
 from ...checkpoints.dialects.runtime_view import RuntimeView
-from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
 from ...recipes.blocks import words_of
 from ...recipes.conventions import FORMATS
 from ...recipes.errors import RecipeError, folded
-from ...recipes.family import HFName
 from ...recipes.frozen import Json
 from ...recipes.schema import AUTO, TUNED, Recipe, validated
 from ...recipes.schemes import SCHEMES
 from .configs import files_of
+from .edited_configs import as_written
 from .plan import Plan
 
 
@@ -72,9 +71,5 @@ def recipe_of_draft(recipe: Recipe, target: RuntimeView) -> Recipe:
 
 def draft_as_written(plan: Plan) -> Source:
     """The draft's headers and configs, as they will be."""
-    entries = dict[HFName, Entry]()
-    for shard in plan.shards:
-        for entry in shard.entries:
-            entries[entry.name] = entry
     config = files_of(plan)["config.json"]
-    return replace(plan.source, where="the draft", config=config, entries=entries, unindexed={})
+    return replace(as_written(plan), where="the draft", config=config)

@@ -22,7 +22,6 @@ from .plan import (
     refuse_unservable,
     with_separate_mtp,
 )
-from .tensor_plan import same_output
 
 
 def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: bool) -> Plan:
@@ -50,8 +49,6 @@ def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: 
                 got="another name in the checkpoint",
                 cure="Name the release that the checkpoint was made from",
             )
-    if as_released:
-        word = "bf16"
     if word == AUTO:
         raise RecipeError(
             "--mtp",
@@ -77,16 +74,10 @@ def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: 
         "backbone": {},
         "mtp": word,
         "calibration": None,
+        "keeps_config": as_released,
     }
     recipe = validated(raw, "--mtp")
-    tensors = []
-    for tensor in decided(Decisions(recipe, source, view), block):
-        if (
-            as_released and tensor.fate == "dequantize"
-        ):  # stored packed, and stays so under its own names
-            outputs = tuple(same_output(entries[name]) for name in tensor.inputs)
-            tensor = tensor._replace(fate="keep", reason="as released", outputs=outputs)
-        tensors.append(tensor)
+    tensors = decided(Decisions(recipe, source, view), block)
     tensors += added_aliases(view, entries)
     refuse_unservable(recipe, tensors)
     tensors.sort(key=plan_order)

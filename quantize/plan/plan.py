@@ -205,11 +205,14 @@ class Plan:
             return spelled
         for tensor in self.tensors:
             served = None
+            is_carried = False  # its outputs are the source's tensors
             if tensor.fate == "keep":
-                served = served_at(self.origins, self.entries[tensor.inputs[0]])
+                entry = self.entries[tensor.inputs[0]]
+                served = served_at(self.origins, entry)
+                is_carried = self.recipe.keeps_config and not origin_of(entry)
             if served is not None and served.dialect.name == self.recipe.format:
-                continue  # its outputs are the source's tensors
-            if tensor.fate == "keep" and self.recipe.keeps_config and served is self.served:
+                is_carried = True
+            if is_carried:
                 continue
             if tensor.name.endswith(CACHE_LEAVES):
                 for output in tensor.outputs:
