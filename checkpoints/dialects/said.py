@@ -62,7 +62,7 @@ def say_what_is_stored(
             what it is.
         also: names to leave plain that no module has.
     """
-    modules = _asked_about(runtime, schemes)
+    modules = asked_about(runtime, schemes)
     dialect = runtime.dialect
     exceptions = dialect.exceptions
     if exceptions is None:
@@ -87,9 +87,8 @@ def say_what_is_stored(
         entries += [prefix for _, prefix, _ in runtime.view.layout.opaque]
     added = [entry for entry in entries if entry not in now]
     if added:
-        names = [*also, *[module.name for module in missed]]
         why = "plain on disk, and built quantized by vLLM, which calls them so: "
-        why += _some(names or added)
+        why += _some([*also, *_names(missed)] or added)
         new = [*now, *added]
         if exceptions.value is not None:
             # The first of GPTQ's expressions that matches decides: new ones go before the others.
@@ -152,7 +151,7 @@ def _is_built(module: Module, answer: Resolution, dialect: Dialect, schemes: Sch
     return True
 
 
-def _asked_about(runtime: RuntimeView, schemes: Schemes | None) -> list[Module]:
+def asked_about(runtime: RuntimeView, schemes: Schemes | None) -> list[Module]:
     """The modules that vLLM asks the config about, and that the edit is about."""
     modules = list[Module]()
     for module in runtime.modules:
@@ -287,7 +286,7 @@ def _more_targets(
             if mine:
                 groups = _with_targets(groups, key, made, mine, runtime)
                 why = "stored in this group's form, which no target gives them under vLLM's names: "
-                why += _some(module.name for module in mine)
+                why += _some(_names(mine))
                 proposal.set_quantization(("config_groups",), groups, why)
     for scheme in sorted({*schemes.values()} - {""}):
         mine = [each for each in left if schemes.get(each.members[0].weight.module) == scheme]
@@ -362,7 +361,7 @@ def _more_lines(
     lost = _lost(runtime, modules)
     if now is None and lost and schemes is not None:
         now = {}
-        lost = [*filter(_is_packed, _asked_about(runtime, None))]
+        lost = [*filter(_is_packed, asked_about(runtime, None))]
     lines = dict[str, Json]()
     for module in lost:
         dialect = runtime.dialect_of(module.part)
@@ -453,6 +452,10 @@ def _is_packed(module: Module) -> bool:
 
 def _builds_plain(module: Module) -> bool:
     return not module.resolution.error and module.resolution.built.form == "plain"
+
+
+def _names(modules: Iterable[Module]) -> list[str]:
+    return [module.name for module in modules]
 
 
 def _some(names: Iterable[str]) -> str:

@@ -108,8 +108,10 @@ def files_of(plan: Plan) -> dict[str, Json]:
     if plan.recipe.keeps_config:
         files = {}
         for name in ("config.json", HF_QUANT_CONFIG):
-            files[name] = plan.edited.value(name, ())
-        return {name: value for name, value in files.items() if value is not None}
+            value = plan.edited.value(name, ())
+            if value is not None:
+                files[name] = value
+        return files
     family = plan.view.family
     quantization = config_of(plan).value
     changed = {**plan.source.config, **family.config_changes}

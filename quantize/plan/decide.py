@@ -218,14 +218,17 @@ class Decisions:
         """A tensor that the recipe's `keep` names; or one that the family does not know, where the
         config stays.
         """
-        hits = [pattern for pattern in self.recipe.keep if self._matches(pattern, name)]
-        is_strange = self._is_carried(entries[0]) and self.view.place(name) is None
-        if not hits and not is_strange:
+        reason = ""
+        if self.view.place(name) is None and self._is_carried(entries[0]):
+            reason = "as in the source"
+        for pattern in self.recipe.keep:
+            if self._matches(pattern, name):
+                reason = "recipe: keep"
+        if not reason:
             return None
         place = self.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
         inputs = tuple(entry.name for entry in entries)
         outputs = tuple(same_output(entry) for entry in entries)
-        reason = "recipe: keep" if hits else "as in the source"
         return TensorPlan(name, inputs, "keep", reason, shape, outputs, place)
 
     def _cache_scale(self, entry: Entry) -> TensorPlan | None:

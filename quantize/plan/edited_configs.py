@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...checkpoints.dialects.compressed_tensors import CompressedTensors
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.runtime_view import Module, RuntimeView
-from ...checkpoints.dialects.said import is_said, other_file_agrees, say_what_is_stored
+from ...checkpoints.dialects.said import asked_about, is_said, other_file_agrees, say_what_is_stored
 from ...checkpoints.proposal import CONFIG, Proposal
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source, origin_of
@@ -55,12 +55,11 @@ def edited_configs(plan: "Plan") -> Proposal:
             break
         config = proposal.value(CONFIG, ())
         after = RuntimeView(replace(written, config=config, changed=proposal.files()), plan.view)
-    built = {(module.name, module.part): module.resolution for module in before.modules}
-    for module in after.modules:
-        was = built[module.name, module.part]
-        is_same = (module.resolution.built, module.resolution.error) == (was.built, was.error)
-        changes = any(member.weight.module in schemes for member in module.members)
-        if changes and module.loads_quantized:
+    asked = {module.name for module in asked_about(after, schemes)}
+    for module, was in zip(after.modules, before.modules, strict=True):
+        answer = module.resolution
+        is_same = answer._replace(entry="") == was.resolution._replace(entry="")
+        if module.name in asked:
             is_same = is_said(after, module, schemes)
         if not is_same:
             raise _unsaid(plan, after, module, schemes.get(module.members[0].weight.module))
@@ -119,7 +118,9 @@ def _say_tables(plan: "Plan", proposal: Proposal) -> None:
     for tensor in plan.tensors:
         if key and tensor.role == "table" and not plan.stays(tensor):
             word = TABLE_WORDS.get(tensor.outputs[0].dtype)
-            holder = ("text_config",) if "text_config" in plan.source.config else ()
+            holder = ()
+            if "text_config" in plan.source.config:
+                holder = ("text_config",)
             if word:
                 proposal.set(CONFIG, (*holder, key), word, "the table is packed so")
 
