@@ -1,20 +1,16 @@
 """`keepmtp compare`: finished checkpoints of one model next to each other, without a GPU.
 
-In: checkpoints, and the release that they were made from. Out: tables with a column for each, JSON,
-or a page.
+In: checkpoints, and the release that they were made from. Out: tables with a column for each, or
+JSON.
 """
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
 
-from ..recipes.errors import RecipeError
-from ..recipes.extras import require_extra
 from .check import ServerOptions
 from .options import (
     GpusOption,
@@ -25,7 +21,7 @@ from .options import (
     VLLMsOption,
 )
 from .progress import spinner
-from .tables import answer, drawn, tell
+from .tables import answer, drawn
 
 if TYPE_CHECKING:
     from ..validate.facts.comparison import Comparison
@@ -40,7 +36,6 @@ def compare(
     gpus: GpusOption = None,
     tps: TpsOption = None,
     versions: VLLMsOption = None,
-    out: Annotated[Path | None, typer.Option(help="Also write an HTML page, a new file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show finished checkpoints of one model next to each other: bytes, error, what loads them,
@@ -64,22 +59,13 @@ def compare(
     """
     from .. import api
     from ..checkpoints.hub_client import stopped_by_signals
-    from ..validate.report.comparison import write_page
 
     loads = ServerOptions(gpus=gpus, tps=tps, versions=versions).words()
-    if out is not None:
-        require_extra("an HTML page", "report")
-        if os.path.lexists(out):
-            cure = "Name another file, or remove it"
-            got = "a folder" if out.is_dir() else "a file"
-            raise RecipeError(out, "a page is never overwritten", got=got, cure=cure)
     # Of a repository, threads fetch: Ctrl-C ends them, too.
     with spinner() as doing, stopped_by_signals():
         if "gpus" not in loads:
             doing("reading headers")
         found = api.compare(paths, source=source, rows=rows, progress=doing, **loads)
-    if out is not None:
-        tell(f"page: {write_page(out, found)}")
     answer(found, _parts(found), as_json=as_json)
 
 

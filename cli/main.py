@@ -72,7 +72,8 @@ WENT: Mapping[str, str] = {
     "serve-check": "Use keepmtp eval PATH --only acceptance,lossless",
     "closeness": "Use keepmtp eval PATH --only closeness",
     "gate": "Use keepmtp eval PATH --only gates",
-    "check --html": "Use keepmtp check PATH --record, then card",
+    "check --html": "Use keepmtp check PATH --json, or card",
+    "compare --out": "Use keepmtp compare --json",
     "eval --run-model-code": "Run humaneval by lm-eval itself, against keepmtp serve",
     "eval --no-plain": "Leave lossless out of --only",
     **dict.fromkeys(
@@ -80,7 +81,7 @@ WENT: Mapping[str, str] = {
         "Write it into the recipe's evaluation block",
     ),
     "serve --every": "Read vLLM's own log",
-    "serve --log": "Redirect what it prints",
+    "serve --log": "Add 2>&1 | tee FILE to the command",
 }
 # What the same command does once more, where one was stopped by Ctrl-C or a signal.
 _GOES_ON = ("quantize", "fix", "eval", "bench", "publish")

@@ -153,14 +153,6 @@ def test_making_a_shipped_model(keepmtp, extra):
         refused(keepmtp("quantize tiny-glm4-moe.nvfp4"), install="calibrate")
 
 
-def test_the_page_of_a_comparison(keepmtp, extra):
-    compared = keepmtp(f"compare {MODEL} --out page.html")
-    if extra not in PAGES:
-        refused(compared, install="report")
-        return
-    good(compared)
-
-
 def test_serving_and_scoring(keepmtp, extra):
     """Only what stops before a server: nobody has a vLLM here."""
     if extra != "evaluate":

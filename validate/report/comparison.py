@@ -1,9 +1,8 @@
-"""`keepmtp compare`: finished checkpoints of one model, next to each other, for a terminal and for
-a page.
+"""`keepmtp compare`: finished checkpoints of one model, next to each other.
 
-In: checked checkpoints, and their release. Out: a `Comparison`, tables with a column for each
-checkpoint, and a page. Headers are read, a sample of rows where there is a release, and the reports
-that are there. It needs no GPU and no server.
+In: checked checkpoints, and their release. Out: a `Comparison`, and tables with a column for each
+checkpoint. Headers are read, a sample of rows where there is a release, and the reports that are
+there. It needs no GPU and no server.
 
 Easy to get wrong: figures of a report are of the servers that gave them. They are shown next to
 each other, and no difference between them is judged.
@@ -12,10 +11,8 @@ each other, and no difference between them is judged.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from ...checkpoints.dialects.runtime_view import RuntimeView, described
-from ...checkpoints.files import write_whole
 from ...checkpoints.record import RECORD
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source, small_object
@@ -31,8 +28,7 @@ from ..facts.findings import errors_of
 from ..facts.numbers import percent
 from . import tables
 from .best_k import report_of
-from .html import page_of
-from .markdown import Block, Table, code, markdown, title
+from .markdown import Table, code
 
 _LEAST = 0.01  # of a group's bytes: what is less is not in the tables
 
@@ -164,16 +160,6 @@ def _stored(runtime: RuntimeView) -> dict[str, Counter[str]]:
 
 
 # --- how it is shown ------------------------------------------------------------------------------
-
-
-def write_page(path: Path, found: Comparison) -> Path:
-    """Write the page; returns its path."""
-    heading = "Checkpoints of one model"
-    blocks: list[Block] = [title(heading, 1)]
-    for words, table in sections(numbered(found)):
-        blocks += [title(words), table]
-    text = markdown([*blocks, [*notes(found)]])
-    return write_whole(path, page_of(text, heading=heading))
 
 
 def numbered(found: Comparison) -> dict[str, ComparedCheckpoint]:
