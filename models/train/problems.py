@@ -16,16 +16,13 @@ things; only the whole question is new.
     python models/train/problems.py --out models/problems.jsonl --held-out models/held_out.jsonl
 """
 
-import argparse
-import json
 import random
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
-from texts import EOS_ID, Batch, padded, trained
+from texts import EOS_ID, Batch, padded, trained, write_files
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
@@ -95,23 +92,18 @@ def distinct_problems(count: int, *, held_out: bool, seed: int) -> list[Problem]
     return list(found.values())
 
 
-def write_calibration_rows(path: Path) -> None:
-    """JSON lines of `prompt` and `completion`, drawn from the training side, so that the held-out
-    side stays unseen.
+def rows(*, held_out: bool) -> list[dict[str, str]]:
+    """What the tiny recipes calibrate on, `prompt` and `completion` of the training side; or
+    `question` and `answer` as GSM8K has them, of the held-out side, which stays unseen.
     """
-    items = distinct_problems(NUM_CALIBRATION_ROWS, held_out=False, seed=CALIBRATION_SEED)
-    rows = ({"prompt": item.prompt, "completion": item.completion} for item in items)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_held_out_rows(path: Path) -> None:
-    """JSON lines of `question` and `answer` as GSM8K has them, of the held-out side."""
-    items = distinct_problems(NUM_HELD_OUT_ROWS, held_out=True, seed=HELD_OUT_SEED)
-    rows = (
-        {"question": item.question, "answer": f"{item.solution}\n#### {item.answer}"}
-        for item in items
-    )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not held_out:
+        items = distinct_problems(NUM_CALIBRATION_ROWS, held_out=False, seed=CALIBRATION_SEED)
+        return [{"prompt": item.prompt, "completion": item.completion} for item in items]
+    found = []
+    for item in distinct_problems(NUM_HELD_OUT_ROWS, held_out=True, seed=HELD_OUT_SEED):
+        answer = f"{item.solution}\n#### {item.answer}"
+        found.append({"question": item.question, "answer": answer})
+    return found
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -218,11 +210,4 @@ _KINDS = (_buy, _give, _boxes, _share, _buy_then_give, _boxes_and_more)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, help="text that the tiny recipes calibrate on")
-    parser.add_argument("--held-out", type=Path, help="questions that they are evaluated on")
-    args = parser.parse_args()
-    if args.out:
-        write_calibration_rows(args.out)
-    if args.held_out:
-        write_held_out_rows(args.held_out)
+    write_files(rows)

@@ -16,9 +16,7 @@ that is nearly one of the training side is left out, too.
     python models/train/python_docs.py --out models/docs.jsonl --held-out models/docs_held_out.jsonl
 """
 
-import argparse
 import ast
-import json
 import random
 import re
 import sysconfig
@@ -30,7 +28,7 @@ from pydoc_data.topics import topics
 from typing import Literal
 
 import torch
-from texts import EOS_ID, Batch, trained
+from texts import EOS_ID, Batch, trained, write_files
 from transformers import PreTrainedTokenizerFast
 
 Split = Literal["train", "calibration", "held-out"]
@@ -113,11 +111,13 @@ def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
                 left = left[num_tokens:]
 
 
-def write_rows(path: Path, split: Split) -> None:
-    """JSON lines of `text`, one passage each, in an order that mixes the documents."""
-    rows = list(passages(split))
-    random.Random(0).shuffle(rows)
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+def rows(*, held_out: bool) -> list[dict[str, str]]:
+    """`text`, one passage each, in an order that mixes the documents: to judge a finished checkpoint
+    on, or to calibrate on and to hold out of that.
+    """
+    texts = list(passages("held-out" if held_out else "calibration"))
+    random.Random(0).shuffle(texts)
+    return [{"text": text} for text in texts]
 
 
 def _split_of(name: str) -> Split:
@@ -184,11 +184,4 @@ def _is_alike(paragraph: str, known: set[tuple[str, ...]]) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, help="text to calibrate on, and to hold out of it")
-    parser.add_argument("--held-out", type=Path, help="text to judge a finished checkpoint on")
-    args = parser.parse_args()
-    if args.out:
-        write_rows(args.out, "calibration")
-    if args.held_out:
-        write_rows(args.held_out, "held-out")
+    write_files(rows)

@@ -1,12 +1,15 @@
-"""What the texts of all shipped models share: their tokenizer, and batches of rows.
+"""What the texts of all shipped models share: their tokenizer, batches of rows, and files of rows.
 
 In: texts, or rows of token ids with weights. Out: transformers' fast tokenizer, or a `Batch`.
 
 Easy to get wrong: the ids 0, 1 and 2 are the special tokens', which the models' configs name.
 """
 
-from collections.abc import Iterable, Sequence
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -64,3 +67,18 @@ def trained(
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
+    """JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_files(rows: Callable[..., Iterable[Mapping[str, str]]]) -> None:
+    """The program of a text: writes `rows(held_out=...)` of either side."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, help="text that recipes calibrate on")
+    parser.add_argument("--held-out", type=Path, help="what finished checkpoints are judged on")
+    for name, path in vars(parser.parse_args()).items():
+        if path:
+            write_rows(path, rows(held_out=name == "held_out"))

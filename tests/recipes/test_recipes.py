@@ -307,10 +307,16 @@ def test_the_rows_of_the_small_models_are_what_their_generator_writes(tmp_path, 
     problems = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "problems", problems)
     spec.loader.exec_module(problems)
-    problems.write_calibration_rows(tmp_path / "problems.jsonl")
-    assert (tmp_path / "problems.jsonl").read_bytes() == (models / "problems.jsonl").read_bytes()
-    problems.write_held_out_rows(tmp_path / "held_out.jsonl")
-    assert (tmp_path / "held_out.jsonl").read_bytes() == (models / "held_out.jsonl").read_bytes()
+    files = [
+        "--out",
+        str(tmp_path / "problems.jsonl"),
+        "--held-out",
+        str(tmp_path / "held_out.jsonl"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["problems.py", *files])
+    problems.write_files(problems.rows)
+    for name in ("problems.jsonl", "held_out.jsonl"):
+        assert (tmp_path / name).read_bytes() == (models / name).read_bytes()
     rows = [json.loads(line) for line in (models / "held_out.jsonl").read_text().splitlines()]
     assert len({row["question"] for row in rows}) == len(rows) == 400
     assert all(zlib.crc32(row["question"].encode()) % 10 == 0 for row in rows), "the held-out side"
