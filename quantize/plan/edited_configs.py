@@ -20,7 +20,9 @@ from ...checkpoints.source import Source, origin_of
 from ...recipes.conventions import FP8_CACHE
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
+from ...recipes.frozen import without
 from .tables import TABLE_WORDS
+from .tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -75,14 +77,20 @@ def _schemes(plan: "Plan") -> dict[HFName, str]:
     """The modules that change, by their names on disk, each with its new scheme."""
     schemes = dict[HFName, str]()
     for tensor in plan.tensors:
-        is_given = bool(tensor.inputs) and bool(origin_of(plan.entries[tensor.inputs[0]]))
-        if len(tensor.shape) < 2 or (plan.stays(tensor) and not is_given):
+        if len(tensor.shape) < 2 or not _changes(plan, tensor):
             continue
         for output in tensor.outputs:
             name = plan.on_disk(output).name
             for module in (name, HFName(name.rpartition(".")[0])):
                 schemes[module] = tensor.scheme
     return schemes
+
+
+def _changes(plan: "Plan", tensor: TensorPlan) -> bool:
+    """Whether it is another tensor than the source's."""
+    if not tensor.inputs or origin_of(plan.entries[tensor.inputs[0]]):
+        return True
+    return not plan.stays(tensor)
 
 
 def _unsaid(plan: "Plan", view: RuntimeView, module: Module, scheme: str | None) -> RecipeError:
@@ -115,14 +123,18 @@ def _say_cache(plan: "Plan", proposal: Proposal, view: RuntimeView) -> None:
 def _say_tables(plan: "Plan", proposal: Proposal) -> None:
     """The dtype of an n-gram table, which the model's own config says."""
     key = plan.view.family.table_key
+    why = "the table is stored so"
+    holder = ()
+    if "text_config" in plan.source.config:
+        holder = ("text_config",)
     for tensor in plan.tensors:
-        if key and tensor.role == "table" and not plan.stays(tensor):
-            word = TABLE_WORDS.get(tensor.outputs[0].dtype)
-            holder = ()
-            if "text_config" in plan.source.config:
-                holder = ("text_config",)
-            if word:
-                proposal.set(CONFIG, (*holder, key), word, "the table is packed so")
+        if not key or tensor.role != "table" or not _changes(plan, tensor):
+            continue
+        word = TABLE_WORDS.get(tensor.outputs[0].dtype)
+        if word:
+            proposal.set(CONFIG, (*holder, key), word, why)
+        else:
+            proposal.set(CONFIG, holder, without(proposal.value(CONFIG, holder), key), why)
 
 
 def _say_twice(proposal: Proposal) -> None:

@@ -23,6 +23,8 @@ TOOLS = {
     "auto-round": SAID["auto-round"] | {"extra_config": {f"^{LEFT}.*": {"bits": 16}}},
     "awq": SAID["awq"] | {"modules_to_not_convert": ["model.layers.3."]},
 }
+# Their own configs have no word for other forms.
+WHOLE = "format=compressed-tensors"
 SCHEMES = {"gptq": "W4A16", "auto-round": "W4A16", "awq": "W4A16_ASYM"}
 
 
@@ -92,7 +94,7 @@ def theirs(tool, ours, tmp_path_factory) -> Path:
 def test_codes_and_scales_are_those_of_a_scheme(ours, theirs, tmp_path):
     assert check(theirs).findings == ()
     out = tmp_path / "out"
-    quantize(*plan_for(str(theirs), changes=["mtp=FP8_DYNAMIC"]), out=out)
+    quantize(*plan_for(str(theirs), changes=["mtp=FP8_DYNAMIC", WHOLE]), out=out)
     assert check(out).findings == ()
     wanted, found = tensors_of(ours), tensors_of(out)
     packed = [name for name in wanted if name.endswith(".weight_packed")]
@@ -111,9 +113,9 @@ def test_codes_and_scales_are_those_of_a_scheme(ours, theirs, tmp_path):
 
 def test_they_are_rounded_again_only_if_asked_for(theirs, tmp_path):
     with pytest.raises(RecipeError, match=r"a weight is rounded once; got W4A16\w* in"):
-        plan_for(str(theirs), changes=["experts=NVFP4A16"])
+        plan_for(str(theirs), changes=["experts=NVFP4A16", WHOLE])
     out = tmp_path / "out"
-    quantize(*plan_for(str(theirs), changes=["experts=NVFP4A16"], requantize=True), out=out)
+    quantize(*plan_for(str(theirs), changes=["experts=NVFP4A16", WHOLE], requantize=True), out=out)
     assert check(out).findings == ()
 
 
@@ -125,4 +127,4 @@ def test_what_the_config_does_not_say_of_them_is_refused(tool, theirs, tmp_path)
         config["quantization_config"][key] = others[key]
         put_json(tmp_path / "other" / "config.json", config)
         with pytest.raises(CheckpointError, match=r"must be plain, .*; got qweight I32"):
-            plan_for(str(tmp_path / "other"), changes=["mtp=FP8_DYNAMIC"])
+            plan_for(str(tmp_path / "other"), changes=["mtp=FP8_DYNAMIC", WHOLE])
