@@ -42,6 +42,7 @@ from releases import MODELS
 GPU = "sm90"
 KEPT = ROOT / "build" / "follow"
 PAGE = ROOT / "docs" / "tables" / "versions.md"
+BEGIN = "<!-- written by benchmarks/follow.py -->\n"
 CITING = ("*.py", "*.yaml", "*.toml")
 _CITED = re.compile(r"(?<![\w./])(?:vllm/)?([\w/]*)(?:\{([\w, ]+)\})?([\w/]*)\.py\b")
 _OF_ONE = re.compile(r"(?<=vLLM) \d[\d.]*\d|(?<=\.py):\d+|\. Judged: .*|'/[^']*'")
@@ -163,7 +164,7 @@ def dry_load_hash() -> str:
 
 
 def versions_page(cells: Mapping[str, Mapping[str, str]]) -> str:
-    """docs/tables/versions.md, of the versions whose answers are kept."""
+    """What docs/tables/versions.md has after its words, of the versions whose answers are kept."""
     numbers, lines = dict[str, int](), list[str]()
     by_family = defaultdict[str, list[str]](list)
     for model, config in MODELS.items():
@@ -180,22 +181,9 @@ def versions_page(cells: Mapping[str, Mapping[str, str]]) -> str:
                 if reason != LOADS:
                     row[-1] += f" [{numbers.setdefault(reason, len(numbers) + 1)}]"
         lines.append(f"| {' | '.join(row)} |")
-    head = f"| family | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 1)}"
-    reasons = "\n".join(f"{number}. {text}" for text, number in numbers.items())
-    return f"""\
-# Which vLLM loads what
-
-Written by `benchmarks/follow.py`: the classes and loaders of each vLLM, its Python over the packages of one environment, on a
-pretended {GPU}. A cell counts the checkpoints of the family, as released and quantized in two dialects with its MTP block
-plain and quantized, that load without an error in this vLLM as it is, and where they are more, with keepmtp's cures of its
-defects; it names why the others do not. *unknown*: that version requires other packages than the environment has, and what
-it says may come of that alone.
-
-{head}
-{chr(10).join(lines)}
-
-{reasons}
-"""
+    head = f"| family | {' | '.join(cells)} |"
+    reasons = [f"{number}. {text}" for text, number in numbers.items()]
+    return "\n".join([BEGIN, head, f"|{'---|' * (len(cells) + 1)}", *lines, "", *reasons, ""])
 
 
 def show(title: str, rows: Iterable[tuple[str, str]]) -> None:
@@ -230,7 +218,8 @@ def main() -> None:
     every = {}
     for place in KEPT.glob(f"*.{dry_load_hash()}.json"):
         every[place.name.rpartition(".json")[0].rpartition(".")[0]] = json.loads(place.read_text())
-    PAGE.write_text(versions_page(dict(sorted(every.items(), key=lambda item: parsed(item[0])))))
+    cells = dict(sorted(every.items(), key=lambda item: parsed(item[0])))
+    PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + versions_page(cells))
     if options.write:
         write_down(new.version, sites[1])
 
