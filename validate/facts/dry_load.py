@@ -183,7 +183,6 @@ class Question(Fact):
     prefix: str
     layer: str
     method: str
-    scheme: str
     path: str
 
 

@@ -167,7 +167,7 @@ def test_unused():
 
 
 def nameless_head() -> LoadAccount:
-    head = Question(prefix="", layer="ParallelLMHead", method="Nvfp4", scheme="", path="lm_head")
+    head = Question(prefix="", layer="ParallelLMHead", method="Nvfp4", path="lm_head")
     lost = Fault(param="lm_head.weight", num_written=0, num_expected=8, sources={})
     return account(draft=ModelAccount(asked=(head,), faults=(lost,)))
 

@@ -32,7 +32,7 @@ class Part:
     model: Any = None
     account: Account | None = None
     paths: dict[int, str] = field(default_factory=dict)
-    asked: list[tuple[Any, str, str, str]] = field(default_factory=list)
+    asked: list[tuple[Any, str, str]] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
@@ -43,8 +43,8 @@ class Part:
         if self.model is not None:
             loaded["cls"] = type(self.model).__name__
             loaded["num_params"] = len(list(self.model.parameters()))
-        for layer, prefix, method, scheme in self.asked:
-            question = {"prefix": prefix, "method": method, "scheme": scheme}
+        for layer, prefix, method in self.asked:
+            question = {"prefix": prefix, "method": method}
             place = {"layer": type(layer).__name__, "path": self.paths.get(id(layer), "")}
             written["asked"].append(question | place)
         if self.account is None:  # vLLM stopped before it loaded
@@ -339,7 +339,7 @@ def _share_v1(target: Any, draft: Any, config: Any) -> None:
 
 def record_questions(note: Any) -> None:
     """Call `note` with every question to a quantization config of this process: layer, prefix,
-    method, scheme.
+    method.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
@@ -356,8 +356,7 @@ def record_questions(note: Any) -> None:
                 depth[0] -= 1
             # A config may ask another one; only the outer question counts.
             if depth[0] == 0:
-                scheme = kernels.class_of(getattr(layer, "scheme", None))
-                note(layer, prefix, kernels.class_of(answer), scheme)
+                note(layer, prefix, kernels.class_of(answer))
             return answer
 
         return get_quant_method
