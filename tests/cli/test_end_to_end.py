@@ -163,7 +163,7 @@ def test_nvfp4_experts_compute_what_the_source_computes(tmp_path_factory):
     assert similarity.min() > 0.85 and similarity.mean() > 0.98, similarity
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(8, 16)
 @pytest.mark.parametrize("mtp", ["source", "FP8_DYNAMIC", "W4A16", "NVFP4A16"])
 @pytest.mark.parametrize(
     "scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "W4A16", "W8A16", "MXFP4"]

@@ -7,7 +7,7 @@ with, and vLLM may be LEEWAY times as far from it as keepmtp's own BF16 is. What
 is at least three times that.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -66,20 +66,9 @@ UNTRAINED = [*NOISE, *ALONE]
 # Their targets need no more than transformers' own class has; of a family's two releases, the
 # trained one.
 TARGETS = [*SHIPPED, *(name for name in NOISE if name not in ("glm-4.7", "qwen3.5-text"))]
-# What `make test` asks for: both trained ones, and a target with delta nets, with latent attention,
-# with streams.
-SOME = (*SHIPPED, "qwen3-next-80b", "deepseek-r1", "dsv4-flash")
 PROOFS = {"vllm": [*SHIPPED, *NOISE], "vllm, attention by a reference": [*ALONE]}
 
 pytestmark = NEEDS_VLLM
-
-
-def named(names: Iterable[str]) -> list[object]:
-    found = []
-    for name in names:
-        marks = () if name in SOME else pytest.mark.full
-        found.append(pytest.param(name, marks=marks))
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +209,8 @@ def _shared(plan: Plan, weights: Mapping[str, Tensor], role: str) -> Tensor:
     return weights[found.get(role, found["embedding"])]
 
 
-@pytest.mark.parametrize("name", named([*SHIPPED, *UNTRAINED]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*SHIPPED, *UNTRAINED])
 def test_the_block_drafts_as_vllm_does(base, name):
     """A step reads what the one before it drafted, so the noise of each is that of all so far."""
     noise = 2**-8
@@ -233,7 +223,8 @@ def test_the_block_drafts_as_vllm_does(base, name):
         assert ours < 0.1, f"{name}: BF16 alone moves the logits of step {step}"
 
 
-@pytest.mark.parametrize("name", named(UNTRAINED))
+@pytest.mark.full
+@pytest.mark.parametrize("name", UNTRAINED)
 @pytest.mark.parametrize("field", ["hidden_first", "zeroes_first", "chains_normed"])
 def test_a_wrong_table_parts_them(drafted, base, name, field):
     """The twin of each fact: turned round, the drafts are no longer vLLM's, at the step where it
@@ -250,7 +241,8 @@ def test_a_wrong_table_parts_them(drafted, base, name, field):
     assert apart > 3 * LEEWAY * base[name][step][1]
 
 
-@pytest.mark.parametrize("name", named(UNTRAINED))
+@pytest.mark.full
+@pytest.mark.parametrize("name", UNTRAINED)
 def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
     """The twin of the positions: each step at the one before it."""
     forward = MtpBlock.forward
@@ -282,7 +274,8 @@ def test_a_choice_that_is_made_anew_parts_them(drafted, base):
     assert min(later) > LEEWAY * base[name][1][1]
 
 
-@pytest.mark.parametrize("name", named(TARGETS))
+@pytest.mark.full
+@pytest.mark.parametrize("name", TARGETS)
 def test_the_target_hands_over_the_state_that_the_table_says(drafted, name):
     """Against transformers' target, the class that calibration runs: the state behind its final
     norm, or before it.
