@@ -67,7 +67,7 @@ def edited_configs(plan: "Plan") -> Proposal:
             raise _unsaid(plan, after, module, schemes.get(module.members[0].weight.module))
     _say_cache(plan, proposal, before)
     _say_tables(plan, proposal)
-    if isinstance(before.dialect, ModelOpt):
+    if proposal.edits and isinstance(before.dialect, ModelOpt):
         other_file_agrees(proposal)
     _say_twice(proposal)
     return proposal
