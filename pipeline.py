@@ -301,6 +301,8 @@ def plan_before_measuring(
         shard_bytes=shard_bytes,
         trust_remote_code=trust_remote_code,
     )
+    if made.recipe is recipe:
+        return made
     return replace(made, recipe=recipe)
 
 
