@@ -109,7 +109,7 @@ def exit_status(judged: JudgementFact, facts: Mapping[str, Any]) -> int:
         asked.add("closeness")
     # Without a source nothing is compared, by choice; and one without an MTP block cannot be.
     if evaluation and evaluation.source:
-        asked |= {evaluation.protocol.task, "mean recovery", "worst task"}
+        asked |= {evaluation.protocol.task, "worst task"}
     sources = [fact.source for fact in (serve, evaluation) if fact]
     if any(sources) and not has_no_block(serve, evaluation):
         asked.add("acceptance")

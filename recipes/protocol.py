@@ -166,8 +166,6 @@ class Gates(Frozen):
         max_drop: of the GSM8K score, as a share of all questions (0.02: two points).
         filter: the gate uses the score of this filter; the report has both.
         min_acceptance: least share of the source's draft acceptance.
-        min_mean_recovery: least mean over the tasks of the checkpoint's score, as a share of the
-            source's; None: no gate.
         max_worst_drop: of each task's score, as a share of its questions; None: no gate.
         max_divergence: from the source on held-out text as served, nats a token; None: no gate.
         max_flips: share of tokens where the first choice may be another than the source's; None: no
@@ -182,7 +180,6 @@ class Gates(Frozen):
     max_drop: Fraction = 0.02
     filter: Literal["strict-match", "flexible-extract"] = "flexible-extract"
     min_acceptance: Annotated[float, Field(gt=0, le=1)] = 0.97
-    min_mean_recovery: Annotated[float, Field(gt=0, le=1)] | None = None
     max_worst_drop: Fraction | None = None
     max_divergence: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     max_flips: Fraction | None = None

@@ -192,7 +192,7 @@ SEVERAL = (
     ],
 )
 def test_the_table_says_what_was_measured_and_how(fact, says):
-    """Of one task, with MTP off as well; of several, with their recoveries and the mean."""
+    """Of one task, with MTP off as well; of several, with theirs."""
     file = io.StringIO()
     judged = judge(gates=Gates(), check=None, serve=None, evaluation=fact)
     Console(file=file, width=200).print(*shown({"evaluation": fact}, judged), sep="\n")

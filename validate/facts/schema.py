@@ -61,7 +61,7 @@ class ReasonFact(Fact):
     """One gate's answer.
 
     Attributes:
-        gate: findings, loads, acceptance, the first task's name, mean recovery, worst task,
+        gate: findings, loads, acceptance, the first task's name, worst task,
             drafting, probe, speed or closeness.
         says: a sentence with the figures.
         needed: samples (questions or drafted tokens) that would settle it; None where it is not a

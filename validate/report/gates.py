@@ -3,15 +3,15 @@
 In: the check's findings and dry loads, what real servers did, the scores of tasks, speed,
 closeness, and the recipe's limits. Out: a `JudgementFact` with a reason for each gate: findings,
 loads, acceptance and the first task; drafting where the checkpoint was also asked with MTP off;
-probe where it was asked; and one for each limit that only some recipes have (mean recovery, worst
-task, speed, closeness). Its verdict is the worst of theirs: pass, regression, or infeasible where a
+probe where it was asked; and one for each limit that only some recipes have (worst task, speed,
+closeness). Its verdict is the worst of theirs: pass, regression, or infeasible where a
 measurement is missing or too small.
 
 Easy to get wrong: nothing else judges. `eval`, the headline and the card take their
 verdict from here.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -34,11 +34,8 @@ from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
 from .drafted import drafted, has_no_block
 from .settle import (
     Estimate,
-    Recovery,
-    mean_recovery,
     of_pair,
     reason,
-    recovery,
     settle,
     unmeasured,
     worst,
@@ -84,7 +81,7 @@ def judge(
     if check is None or check.target is None:
         reasons += [
             _first_task(gates, evaluation),
-            *_all_tasks(gates, evaluation, listed_tasks),
+            *_worst_task(gates, evaluation, listed_tasks),
             *_drafting(serve, evaluation),
             *_probe(serve),
             *_speed(gates, bench),
@@ -417,30 +414,27 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
     return settle(gate, estimate, most, gates, is_floor=False)
 
 
-def _all_tasks(
+def _worst_task(
     gates: Gates, evaluation: EvaluationFact | None, wanted: Collection[str]
 ) -> Iterator[ReasonFact]:
-    """Mean recovery and the worst task, each where the recipe has a limit for it."""
-    tasks = evaluation.by_task if evaluation else ()
-    names = [task.protocol.task for task in tasks]
-    # A mean over the tasks that were asked is no mean over those that the recipe lists, so one that
-    # is missing leaves the mean unjudged.
-    lacking = [name for name in wanted if name not in names]
-    lacking += [task.protocol.task for task in tasks if recovery(task, gates.filter) is None]
-    mean = None
-    cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists."
-    if lacking:
-        cure = f"{', '.join(lacking)}: not asked, or the source gets nothing right. {cure}"
-        if any(task.num_calls == 0 for task in tasks):
-            cure = f"{NO_CALL} {cure}"
-    elif tasks:
-        mean = mean_recovery(tasks, gates.filter)
-    if gates.min_mean_recovery is not None:
-        yield _mean(gates, tasks, mean, gates.min_mean_recovery, cure)
+    """The task that lost most, where the recipe has a limit for it."""
     most = gates.max_worst_drop
     if most is None:
         return
-    if mean is None:
+    tasks = evaluation.by_task if evaluation else ()
+    names = [task.protocol.task for task in tasks]
+    # What the recipe lists and nobody asked may be the worst.
+    lacking = [name for name in wanted if name not in names]
+    for task in tasks:
+        score = task.source and task.source.score(task.judged_filter(gates.filter)).value
+        if task.num_calls == 0 or not score:
+            lacking.append(task.protocol.task)
+    if lacking or not tasks:
+        cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists."
+        if lacking:
+            cure = f"{', '.join(lacking)}: not asked, or the source gets nothing right. {cure}"
+        if any(task.num_calls == 0 for task in tasks):
+            cure = f"{NO_CALL} {cure}"
         yield unmeasured("worst task", cure)
         return
     drops = [_dropped("worst task", gates, task, most) for task in tasks]
@@ -448,26 +442,6 @@ def _all_tasks(
         if drop.verdict == worst(drops):
             yield drop
             return
-
-
-def _mean(
-    gates: Gates, tasks: Sequence[TaskFact], mean: Recovery | None, least: float, cure: str
-) -> ReasonFact:
-    """The mean recovery of all tasks against its limit."""
-    if mean is None:
-        return unmeasured("mean recovery", cure)
-
-    names = [task.protocol.task for task in tasks]
-    estimate = Estimate(
-        value=mean.value,
-        bounds=lambda times: mean.one_sided(gates.confidence, times=times),
-        samples=sum([task.checkpoint.num_questions for task in tasks]),
-        unit="questions over all tasks",
-        says=f"{', '.join(names)}: {percent(mean.value)} of the source's scores on average",
-        how="one-sided, paired by question, tasks independent",
-        shown=percent,
-    )
-    return settle("mean recovery", estimate, least, gates, is_floor=True)
 
 
 # --- speed and closeness --------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The one rule of every gate on samples: an estimate and its bounds against a limit, in words, and
-how many samples would tell. And recovery, an estimate of several gates and tables.
+how many samples would tell.
 
 In: a figure that was measured, with a way to its bounds, and the recipe's limit. Out: a
-`ReasonFact`; a `Recovery`.
+`ReasonFact`.
 
 Easy to get wrong: an estimate on the right side of a limit is no pass, and one on the wrong side is
 no regression. A gate judges a bound of the estimate, at the recipe's confidence, one-sided.
@@ -10,11 +10,9 @@ no regression. A gate judges a bound of the estimate, at the recipe's confidence
 
 import math
 from collections.abc import Callable, Iterable
-from statistics import NormalDist, fmean
 
 from ...recipes.frozen import frozen
 from ...recipes.protocol import Gates
-from ..facts.evaluated import TaskFact
 from ..facts.numbers import limit
 from ..facts.schema import JudgementWord, ReasonFact
 
@@ -132,65 +130,3 @@ def of_pair(says: str) -> str:
 def unmeasured(gate: str, says: str) -> ReasonFact:
     """The reason of a gate that has nothing to judge."""
     return reason(gate, "infeasible", says)
-
-
-@frozen
-class Recovery:
-    """A share of the source's score; 1 loses nothing.
-
-    Attributes:
-        value: as it was seen, divided by the source's score as it was seen.
-        middle, stderr: of the adjusted counts (Agresti and Min, as in `paired.py`).
-    """
-
-    value: float
-    middle: float
-    stderr: float
-
-    def one_sided(self, confidence: float, *, times: float = 1) -> tuple[float, float]:
-        """(lower, upper) bound, each at this confidence, as if so many times as many questions had
-        been asked.
-        """
-        reach = NormalDist().inv_cdf(confidence) * self.stderr / math.sqrt(times)
-        return self.middle - reach, self.middle + reach
-
-
-def recovery(task: TaskFact, wanted: str) -> Recovery | None:
-    """Of the score that counts; None without a source or a tool call, or where the source gets
-    nothing right.
-
-    Args:
-        task: what it gave.
-        wanted: the recipe's filter.
-    """
-    pair = task.pair(wanted)
-    name = task.judged_filter(wanted)
-    if task.source is None or pair is None or task.num_calls == 0:
-        return None
-    before = task.source.score(name).value
-    if not before:
-        return None
-    num = pair.both + pair.only_source + pair.only_checkpoint + pair.neither
-    # The error is that of the paired difference, not that of two scores, because both models
-    # answered the same questions.
-    return Recovery(
-        value=task.checkpoint.score(name).value / before,
-        middle=1 + pair.difference * num / (num + 2) / before,
-        stderr=pair.stderr / before,
-    )
-
-
-def mean_recovery(tasks: Iterable[TaskFact], wanted: str) -> Recovery | None:
-    """The mean of the tasks' recoveries, each as heavy as the others; None where one has none."""
-    known = []
-    for task in tasks:
-        found = recovery(task, wanted)
-        if found is None:
-            return None
-        known.append(found)
-    return Recovery(
-        value=fmean([task.value for task in known]),
-        middle=fmean([task.middle for task in known]),
-        # Tasks have other questions, so their errors are independent.
-        stderr=math.hypot(*[task.stderr for task in known]) / len(known),
-    )

@@ -1,6 +1,5 @@
 """Each gate on a good checkpoint, on one broken on purpose, and on too little to tell."""
 
-import random
 from typing import Any, get_args
 
 import pytest
@@ -17,7 +16,6 @@ from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Parting, ServeCheck
 from keepmtp.validate.report.gates import judge
-from keepmtp.validate.report.settle import mean_recovery
 from stations import cell
 
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
@@ -99,7 +97,7 @@ GOOD = judged(serve=NATIVE, evaluation=evaluation())
 
 
 def test_nothing_measured_says_what_to_run():
-    limits = Gates(min_mean_recovery=0.9, max_worst_drop=0.1, max_flips=0.1, min_speedup=1.0)
+    limits = Gates(max_worst_drop=0.1, max_flips=0.1, min_speedup=1.0)
     found = judged(check=None, gates=limits, listed_tasks=("gsm8k",))
     assert {reason.title for reason in found.values()} == {"not measured"}
     asks = "gsm8k: not asked, or the source gets nothing right. `keepmtp eval CHECKPOINT --source"
@@ -108,7 +106,6 @@ def test_nothing_measured_says_what_to_run():
         ("loads", "Not tried. `keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM load it"),
         ("acceptance", "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT`"),
         ("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does."),
-        ("mean recovery", asks),
         ("worst task", asks),
         ("speed", "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench"),
         (
@@ -205,12 +202,6 @@ NEAR_TIE = (FAR.model_copy(update={"gap": 0.1}),)
             "loads",
             "regression",
             "The server with k=2 did not come up: CUDA out of memory.",
-        ),
-        (
-            altered("checkpoint", 1, unwritten=("model.layers.3.enorm.weight",)),
-            "loads",
-            "regression",
-            "The server with k=1 ran with model.layers.3.enorm.weight unwritten.",
         ),
         (altered("source", 0, loaded=False, error="dead"), "loads", "pass", "Its own bytes were"),
         (reports.served(), "loads", "pass", "Served was only a BF16 copy of the same weights."),
@@ -434,8 +425,8 @@ def test_without_a_parsed_call_nothing_is_known_of_calls():
     fact = asked().model_copy(update={"num_calls": 0})
     says = "No reply had a parsed tool call, so nothing is known of calls: start the server with"
     turned("gsm8k", "not measured", says, {}, evaluation=fact)
-    found = judged(evaluation=fact, gates=Gates(min_mean_recovery=0.9), listed_tasks=("gsm8k",))
-    assert says in found["mean recovery"].says
+    found = judged(evaluation=fact, gates=Gates(max_worst_drop=0.1), listed_tasks=("gsm8k",))
+    assert says in found["worst task"].says
     turned("gsm8k", "pass", "", {}, evaluation=fact.model_copy(update={"num_calls": 1}))
 
 
@@ -447,45 +438,38 @@ NOT_ASKED = "gsm8k_platinum: not asked, or the source gets nothing right. `keepm
 
 
 @pytest.mark.parametrize(
-    "parts, title, mean, drop",
+    "parts, title, drop",
     [
         (
             {"first": WELL, "platinum": WELL},
             "pass",
-            "gsm8k, gsm8k_platinum: 100.00 % of the source's scores on average, at least 99.47 % "
-            "at 95 % confidence (one-sided, paired by question, tasks independent); at least "
-            "98.00 % is asked for.",
             "gsm8k, flexible-extract: 90.80 % of 1,000 questions",
         ),
         (
             {"first": WELL, "platinum": BADLY},
             "regression",
-            "96.21 % of the source's scores on average, at most 97.32 %",
             "gsm8k_platinum, flexible-extract: 61.00 % of 1,000 questions, the source 66.00 %",
         ),
         (
             {"first": FEW, "platinum": FEW},
             "not measured",
-            "it would be a pass with about 236 questions over all tasks.",
             "Too few to tell: at these figures it would be a pass",
         ),
-        ({"first": WELL}, "not measured", NOT_ASKED, NOT_ASKED),
-        ({"first": WELL, "platinum": NOTHING}, "not measured", NOT_ASKED, NOT_ASKED),
+        ({"first": WELL}, "not measured", NOT_ASKED),
+        ({"first": WELL, "platinum": NOTHING}, "not measured", NOT_ASKED),
         (
             {"platinum": WELL, "has_source": False},
             "not measured",
             "gsm8k, gsm8k_platinum: not asked",
-            "gsm8k, gsm8k_platinum: not asked",
         ),
     ],
 )
-def test_all_tasks(parts, title, mean, drop):
-    gates = Gates(min_mean_recovery=0.98, max_worst_drop=0.02)
+def test_all_tasks(parts, title, drop):
+    gates = Gates(max_worst_drop=0.02)
     listed = ("gsm8k", "gsm8k_platinum")
     found = judged(evaluation=two_tasks(**parts), gates=gates, listed_tasks=listed)
-    for gate, says in (("mean recovery", mean), ("worst task", drop)):
-        assert found[gate].title == title
-        assert says in found[gate].says
+    assert found["worst task"].title == title
+    assert drop in found["worst task"].says
 
 
 ON_A_GPU = "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench CHECKPOINT` there"
@@ -621,26 +605,3 @@ def test_the_needed_number_is_one_that_settles_it(answers, verdict):
         times = part * first.needed / answers.num
         counts = {name: round(times * getattr(answers, name)) for name in Answers.__slots__}
         assert reason(Answers(**counts)).verdict == wanted
-
-
-def test_the_interval_of_a_mean_recovery_holds():
-    """Drawn 300 times from two tasks whose true recoveries are known: 95 % intervals hold as often
-    as they say.
-    """
-    generator = random.Random(0)
-    shares = {"gsm8k": (0.80, 0.04, 0.02, 0.14), "gsm8k_platinum": (0.50, 0.03, 0.03, 0.44)}
-    truth = sum((both + mine) / (both + theirs) for both, theirs, mine, _ in shares.values()) / 2
-    held = 0
-    for _ in range(300):
-        drawn = [generator.choices(range(4), weights, k=400) for weights in shares.values()]
-        first, second = (
-            Answers(**dict(zip(Answers.__slots__, map(d.count, range(4)), strict=True)))
-            for d in drawn
-        )
-        fact = several(("gsm8k_platinum", second), first=first)
-        mean = mean_recovery(fact.by_task, "flexible-extract")
-        assert mean is not None
-        low, high = mean.one_sided(0.975)
-        held += low <= truth <= high
-    # 285 are expected, with a standard deviation of 3.8.
-    assert 270 <= held <= 298, held
