@@ -67,7 +67,6 @@ def run(
     *,
     shares: tuple[float, ...] = (),
     tok_s: float = 40.0,
-    speed_up: float | None = None,
     partings: tuple[Parting, ...] | None = None,
     num_drafts: int = 1000,
 ) -> Run:
@@ -83,7 +82,6 @@ def run(
         draft_tokens=k * num_drafts,
         accepted_tokens=sum(accepted),
         accepted_per_position=accepted,
-        speed_up=speed_up,
         outputs=(
             Output(token_ids=(1, 2, 3), text="one\ntwo"),
             Output(token_ids=(*(4,) * 17, last), text="three"),
@@ -101,7 +99,6 @@ def runs(shares: tuple[float, ...], *rates: float) -> tuple[Run, ...]:
             k,
             shares=shares[:k],
             tok_s=rate,
-            speed_up=rate / first,
             partings=(NEAR,) * (k == len(others)),
         )
         for k, rate in enumerate(others, 1)
@@ -124,7 +121,7 @@ def accepting(mine: int, theirs: int, of: int) -> ServeCheck:
     """Servers with k=1 of checkpoint and source that accepted so many of these drafts."""
     found, changed = served(is_copy=False), {}
     for role, kept in (("checkpoint", mine), ("source", theirs)):
-        drafting = run(1, shares=(kept / of,), num_drafts=of, speed_up=1.0, partings=())
+        drafting = run(1, shares=(kept / of,), num_drafts=of, partings=())
         changed[role] = getattr(found, role).model_copy(update={"runs": (run(0), drafting)})
     return found.model_copy(update=changed)
 
@@ -187,7 +184,7 @@ def hostile(word: str) -> FullReport:
     string.
     """
     serve, bench, full = served(), bench_fact(), broken()
-    dead = Run(k=4, loaded=False, error="x", notes=("x",), log="x", unwritten=("x",))
+    dead = Run(k=4, loaded=False, error="x", log="x")
     own = serve.checkpoint.model_copy(update={"runs": (*serve.checkpoint.runs, dead)})
     cells = bench.checkpoint.model_copy(update={"cells": (cell(1, (), error="x"),)})
     with TemporaryDirectory() as folder:

@@ -18,65 +18,25 @@ from pydantic import Field, PositiveInt, computed_field
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from .numbers import percent
 from .rows import Row, detail, share_of
-from .served import AsServed, Role
+from .served import ServedModel
 
 
-class SourceSitting(Fact):
-    """One server of a model whose predictions were read.
-
-    Attributes:
-        seconds: of asking so far.
-        repeated: nats a token between its predictions for its first window, asked with others in
-            flight and again alone: what a kernel's rounding differs by with the batch. Where text
-            was generated, 1 for other tokens. None where it ended before.
-    """
-
-    as_served: AsServed
-    reason: str
-    seconds: Figure
-    repeated: Figure | None = None
-
-
-class PredictedFact(Fact):
+class PredictedFact(ServedModel):
     """One model on the text.
 
     Attributes:
         sha256: of the checkpoint's bytes, as `Identity.sha256`.
         perplexity: per token of the text.
-        servers: that were started for it; more than one where a run was resumed.
+        sittings: servers that were started for it; more than one where a run was resumed.
+        seconds: of asking, over all of them.
+        repeated: the most that one of them was away from itself; see `Sitting`.
     """
 
-    role: Role
-    path: str
     sha256: str
     perplexity: Figure
-    servers: Annotated[tuple[SourceSitting, ...], Field(min_length=1)]
-
-    @property
-    def as_served(self) -> AsServed:
-        """The files themselves, or a BF16 copy of the same weights."""
-        return self.servers[-1].as_served
-
-    @property
-    def reason(self) -> str:
-        """Why a copy was served; "" for native."""
-        return self.servers[-1].reason
-
-    @property
-    def seconds(self) -> float:
-        """Of asking, over all servers."""
-        return sum(server.seconds for server in self.servers)
-
-    @property
-    def repeated(self) -> float | None:
-        """The most that a server was away from itself, nats a token; None where none was asked
-        again.
-        """
-        most = None
-        for server in self.servers:
-            if server.repeated is not None and (most is None or server.repeated > most):
-                most = server.repeated
-        return most
+    sittings: PositiveInt
+    seconds: Figure
+    repeated: Figure | None
 
 
 class ClosenessFact(Fact):
@@ -129,6 +89,11 @@ class ClosenessFact(Fact):
     def flip_rate(self) -> float:
         """Share of positions where the first choice is another."""
         return self.flips / self.tokens
+
+    @property
+    def evidence(self) -> "tuple[ClosenessFact]":
+        """Whose windows are in a file of their own."""
+        return (self,)
 
     @property
     def is_exact(self) -> bool:

@@ -75,7 +75,8 @@ class PairedFact(Fact):
         difference: checkpoint less source, as a share of all questions; negative is a loss.
         stderr: of `difference`, from the pairs.
         low, high: two-sided confidence interval of `difference` at `confidence`.
-        both, only_source, only_checkpoint, neither: questions that they answer right.
+        num: of questions.
+        only_source, only_checkpoint: that one of them alone answers right, or gets more of.
     """
 
     filter: str
@@ -84,10 +85,9 @@ class PairedFact(Fact):
     low: Difference
     high: Difference
     confidence: Share
-    both: Count
+    num: Count
     only_source: Count
     only_checkpoint: Count
-    neither: Count
 
 
 class EvaluatedFact(Drafts, ServedModel):
@@ -290,6 +290,11 @@ class EvaluationFact(TaskFact):
     def by_task(self) -> tuple[TaskFact, ...]:
         """All tasks, the recipe's first one first."""
         return (self, *self.tasks)
+
+    @property
+    def evidence(self) -> tuple[EvaluatedFact, ...]:
+        """Whose answers are in files of their own."""
+        return tuple([arm for task in self.by_task for arm in task.arms])
 
     def rows(self, wanted: str, *, is_first: bool = True) -> Iterator[Row]:
         """Of all tasks."""

@@ -42,7 +42,7 @@ def paired(
     Raises: ValueError if the sequences differ in length.
     """
     pairs = list(zip(_of_questions(source, runs), _of_questions(checkpoint, runs), strict=True))
-    both, only_source, only_checkpoint, neither = outcomes(*zip(*pairs, strict=True))
+    only_source, only_checkpoint = parted(*zip(*pairs, strict=True))
     changes = [after - before for before, after in pairs]
     # Where two models never differ, the usual standard error is zero, so twenty questions would
     # seem to be proof. So half a question is added to each of the four cells first, which also
@@ -64,24 +64,19 @@ def paired(
         low=max(-1.0, middle - reach),
         high=min(1.0, middle + reach),
         confidence=confidence,
-        both=both,
+        num=len(pairs),
         only_source=only_source,
         only_checkpoint=only_checkpoint,
-        neither=neither,
     )
 
 
-def outcomes(one: Sequence[float], other: Sequence[float]) -> tuple[int, int, int, int]:
-    """(both, only one, only other, neither): questions of two that are equally right, and more than
-    not at all; that one of them gets more of; and that neither gets anything of.
-    """
-    both = only_one = only_other = neither = 0
+def parted(one: Sequence[float], other: Sequence[float]) -> tuple[int, int]:
+    """The questions of two that one gets more of, and that the other does."""
+    only_one = only_other = 0
     for before, after in zip(one, other, strict=True):
         only_one += before > after
         only_other += before < after
-        both += before == after > 0
-        neither += before == after == 0
-    return both, only_one, only_other, neither
+    return only_one, only_other
 
 
 def one_sided(fact: PairedFact, confidence: float, *, times: float = 1) -> tuple[float, float]:
@@ -93,7 +88,7 @@ def one_sided(fact: PairedFact, confidence: float, *, times: float = 1) -> tuple
     the models part is a loss. Differences of shares have no such limits, and get the normal ones.
     `times`: as if so many times as many questions had been asked, with the same shares.
     """
-    num = fact.both + fact.only_source + fact.only_checkpoint + fact.neither
+    num = fact.num
     if abs(fact.difference * num - (fact.only_checkpoint - fact.only_source)) > _WHOLE:
         middle = fact.difference * num / (num + 2)
         reach = _z(confidence) * fact.stderr / sqrt(times)

@@ -4,7 +4,7 @@ In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.
 `bench.json` and `closeness.json` in the evidence folder, `NAME.report` next to the checkpoint NAME.
 `report.py` reads them and makes report.json of them.
 
-    station, schema         check, serve, eval, bench or closeness; a number of SCHEMAS
+    station, schema         check, serve, eval, bench or closeness; its version of STATIONS
     keepmtp, vllm, made_at  what measured, and when (UTC)
     checkpoint              `Identity`: the bytes, file by file
     data                    `CheckData`, `ServeCheck`, `EvaluationFact`, `BenchFact`, ...
@@ -21,7 +21,7 @@ import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -32,7 +32,7 @@ from ...checkpoints.identity import Identity
 from ...checkpoints.json_file import read_bytes_of
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import CheckpointError, first_fault
-from ...recipes.frozen import without
+from ...recipes.frozen import frozen, without
 from ...recipes.runtimes.vllm import NEWEST
 from .benched import BenchFact
 from .closeness import ClosenessFact
@@ -43,17 +43,6 @@ from .schema import GroupSize
 from .served import OfDraft, ServeCheck, TargetFact
 
 Station = Literal["check", "serve", "eval", "bench", "closeness"]
-STATIONS: tuple[Station, ...] = get_args(Station)
-# The words that measure, with the checkpoint's place left open.
-_WORDS: Mapping[Station, str] = {
-    "check": "check {} --record",
-    "serve": "eval {}",
-    "eval": "eval {}",
-    "bench": "bench {}",
-    "closeness": "eval {} --only closeness",
-}
-SCHEMAS: Mapping[Station, int] = {"check": 3, "serve": 3, "eval": 4, "bench": 2, "closeness": 2}
-"""The form of each station's data; another number is refused."""
 
 
 def now() -> str:
@@ -97,7 +86,7 @@ class CheckData(Fact):
         return not errors
 
 
-Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact, BenchFact, ClosenessFact)
+Data = TypeVar("Data", bound=Fact)
 
 
 class Result(Fact, Generic[Data]):
@@ -113,6 +102,33 @@ class Result(Fact, Generic[Data]):
     checkpoint: Identity
     data: Data
     seal: str = ""
+
+
+@frozen
+class StationRow:
+    """What is known of a station.
+
+    Attributes:
+        part: of report.json that its file holds.
+        words: that measure, with the checkpoint's place left open.
+        version: of the form of its data; another number is refused.
+    """
+
+    part: str
+    words: str
+    version: int
+    form: type[Result[Any]]
+
+
+STATIONS: Mapping[Station, StationRow] = {
+    "check": StationRow(part="check", words="check {} --record", version=3, form=Result[CheckData]),
+    "serve": StationRow(part="serve", words="eval {}", version=4, form=Result[ServeCheck]),
+    "eval": StationRow(part="evaluation", words="eval {}", version=4, form=Result[EvaluationFact]),
+    "bench": StationRow(part="bench", words="bench {}", version=2, form=Result[BenchFact]),
+    "closeness": StationRow(
+        part="closeness", words="eval {} --only closeness", version=2, form=Result[ClosenessFact]
+    ),
+}
 
 
 def report_folder(checkpoint: Path) -> Path:
@@ -159,7 +175,7 @@ def command(station: Station, folder: Path, target: TargetFact | None = None) ->
     words = [name]
     if target is not None:
         words = [target.path, "--draft", name]
-    return f"keepmtp {_WORDS[station].format(shlex.join(words))}"
+    return f"keepmtp {STATIONS[station].words.format(shlex.join(words))}"
 
 
 def file_of(folder: Path, station: Station) -> Path:
@@ -187,9 +203,9 @@ def write_result(
         made_at: default `now`.
     """
     refuse_strange(folder)
-    result = _FORMS[station](
+    result = STATIONS[station].form(
         station=station,
-        schema=SCHEMAS[station],
+        schema=STATIONS[station].version,
         keepmtp=__version__,
         vllm=vllm,
         made_at=made_at or now(),
@@ -217,16 +233,16 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
             measured, or a file that was edited since.
     """
     path = file_of(folder, station)
-    rule = f"must be a result of {station}, version {SCHEMAS[station]}"
+    rule = f"must be a result of {station}, version {STATIONS[station].version}"
     cure = f"Run `{command(station, folder)}` again"
     if not path.exists():
         return None
     text = read_bytes_of(path, path, cure=cure)
     try:
-        result = _FORMS[station].model_validate_json(text)
+        result = STATIONS[station].form.model_validate_json(text)
     except ValidationError as error:
         raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
-    if (result.station, result.version) != (station, SCHEMAS[station]):
+    if (result.station, result.version) != (station, STATIONS[station].version):
         got = f"one of {result.station}, version {result.version}"
         raise CheckpointError(path, rule, got=got, cure=cure)
     # A seal is no signature: it finds an edited number, and nobody who computes it anew. It is of
@@ -236,12 +252,3 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
         rule = f"must be as its station wrote it, with the SHA-256 {result.seal or 'of its own'}"
         raise CheckpointError(path, rule, got=f"{seal}: it was edited", cure=cure)
     return result
-
-
-_FORMS: Mapping[Station, type[Result[Any]]] = {
-    "check": Result[CheckData],
-    "serve": Result[ServeCheck],
-    "eval": Result[EvaluationFact],
-    "bench": Result[BenchFact],
-    "closeness": Result[ClosenessFact],
-}

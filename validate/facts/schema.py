@@ -57,7 +57,18 @@ class GroupSize(Fact):
     num_bytes_before: Count | None = None
 
 
-class ReasonFact(Fact):
+class Judged(Fact):
+    """What has a verdict."""
+
+    verdict: JudgementWord
+
+    @property
+    def title(self) -> str:
+        """The verdict for people."""
+        return _TITLES.get(self.verdict, self.verdict)
+
+
+class ReasonFact(Judged):
     """One gate's answer.
 
     Attributes:
@@ -69,29 +80,17 @@ class ReasonFact(Fact):
     """
 
     gate: str
-    verdict: JudgementWord
     says: str
     needed: PositiveInt | None = None
 
-    @property
-    def title(self) -> str:
-        """The verdict for people."""
-        return _TITLES.get(self.verdict, self.verdict)
 
-
-class JudgementFact(Fact):
+class JudgementFact(Judged):
     """The recipe's gates together: the worst of the reasons, regression before infeasible before
     pass.
     """
 
-    verdict: JudgementWord
     gates: Gates
     reasons: Annotated[tuple[ReasonFact, ...], Field(min_length=1)]
-
-    @property
-    def title(self) -> str:
-        """The verdict for people."""
-        return _TITLES.get(self.verdict, self.verdict)
 
 
 class VerdictFact(Fact):

@@ -181,15 +181,10 @@ class Run(Drafts):
         seconds_to_health: process start to a healthy server; None if it never was.
         tokens_per_second: generated tokens over wall time, one request at a time, prompts and
             log-probabilities included; None if not loaded.
-        speed_up: tokens a second over those of k=0 of the same checkpoint; None where there is
-            nothing to compare with (k=0 itself, or it did not load).
         outputs: one for each prompt; empty if not loaded.
-        partings: prompts whose output differs from that of k=0 of the same checkpoint; None as for
-            `speed_up`.
+        partings: prompts whose output differs from that of k=0 of the same checkpoint; None where
+            there is nothing to compare with (k=0 itself, or it did not load).
         is_repeatable: the first prompt, which is asked twice, got the same tokens both times.
-        unwritten: runtime parameters that vLLM's weight tracking found without a tensor in the
-            checkpoint and that no rule explains; the run was then repeated without tracking.
-        notes: what a reader should know, a sentence each.
         error: vLLM's last error words; "" if loaded.
         log: path of the server's log.
         probed: the answers to the probe, by depth.
@@ -199,12 +194,9 @@ class Run(Drafts):
     loaded: bool
     seconds_to_health: Figure | None = None
     tokens_per_second: Figure | None = None
-    speed_up: Figure | None = None
     outputs: tuple[Output, ...] = ()
     partings: tuple[Parting, ...] | None = None
     is_repeatable: bool = True
-    unwritten: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     error: str = ""
     log: str = ""
     probed: tuple[ProbeFact, ...] = ()
@@ -251,13 +243,9 @@ class Served(ServedModel):
     """One checkpoint and every server that was started for it.
 
     Attributes:
-        dtype: what its weights are stored as, largest share first ("fp8_channel, plain").
-        num_bytes: of its safetensors entries, before any copy.
         runs: by k, ascending.
     """
 
-    dtype: str
-    num_bytes: Count
     runs: tuple[Run, ...]
 
     @property

@@ -15,10 +15,9 @@ from typing import Any
 
 from ...recipes.frozen import Json
 from ..facts.binomial import sign_test
-from ..facts.closeness import SourceSitting
 from ..facts.evaluated import NOT_EMPTY, DraftingFact, SwitchFact
-from ..facts.paired import outcomes
-from ..facts.served import counters, total
+from ..facts.paired import parted
+from ..facts.served import Role, counters, total
 from .store import ComparedFile, LineFile, Samples
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ def _has_text(samples: Samples) -> list[bool]:
 
 def _switch(name: str, plain: Sequence[bool], drafted: Sequence[bool]) -> SwitchFact:
     """One reading of the answers with MTP off and on."""
-    _, only_plain, only_drafting, _ = outcomes(plain, drafted)
+    only_plain, only_drafting = parted(plain, drafted)
     return SwitchFact(
         reads=name,
         only_plain=only_plain,
@@ -134,26 +133,23 @@ def predicted(file: ComparedFile, source: LineFile[Any, Any]) -> tuple[Json, Jso
     after = math.fsum([line.checkpoint_nll for line in lines])
     header = file.header
     return (
-        {
-            "role": "source",
-            "sha256": header.source_sha256,
-            "perplexity": math.exp(before / num),
-            "servers": _servers(source),
-        },
-        {
-            "role": "checkpoint",
-            "sha256": header.checkpoint_sha256,
-            "perplexity": math.exp(after / num),
-            "servers": _servers(file),
-        },
+        _predicted(source, "source", header.source_sha256, before / num),
+        _predicted(file, "checkpoint", header.checkpoint_sha256, after / num),
     )
 
 
-def _servers(file: LineFile[Any, Any]) -> tuple[SourceSitting, ...]:
-    """Each server that was asked."""
-    fields = set(SourceSitting.model_fields)
+def _predicted(file: LineFile[Any, Any], role: Role, sha256: str, nll: float) -> Json:
     sittings = file.sittings.values()
-    return tuple([SourceSitting(**sitting.model_dump(include=fields)) for sitting in sittings])
+    repeated = [sitting.repeated for sitting in sittings if sitting.repeated is not None]
+    return {
+        "role": role,
+        "sha256": sha256,
+        "perplexity": math.exp(nll),
+        "sittings": len(sittings),
+        "seconds": sum([sitting.seconds for sitting in sittings]),
+        "repeated": max(repeated, default=None),
+        **served(file),
+    }
 
 
 def _stderr(sums: Sequence[float], sizes: Sequence[int]) -> float | None:

@@ -8,15 +8,12 @@ here; which weight nobody wrote, the dry load finds.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, groupby
 from operator import attrgetter
 
-from ...checkpoints.safetensors_file import total_bytes
-from ...checkpoints.stored import stored_weights
 from ...recipes.frozen import frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, those, total
 from . import figures, probe
@@ -93,18 +90,9 @@ class AcceptanceStation:
             probed = tuple([probe.counted(each.file) for each in probes])
             runs.append(run.model_copy(update={"probed": probed}))
             how = figures.served(prompts.file)
-        entries = model.source.entries.values()
-        sizes = Counter[str]()
-        for weight in stored_weights(entries)[0].values():
-            form = weight.scheme or weight.form
-            if form == "plain":
-                form = weight.weight.dtype
-            sizes[form] += total_bytes(weight.parts.values())
         return Served(
             role=model.whose,
             path=model.source.where,
-            dtype=", ".join([form for form, _ in sizes.most_common()]) or "no weights",
-            num_bytes=total_bytes(entries),
             runs=tuple(runs),
             **how,
         )
@@ -186,10 +174,9 @@ def _run(
     lines = file.in_order()
     outputs = tuple([Output(**line.model_dump(include=_OUTPUT)) for line in lines])
     rate = sum([line.num_tokens for line in lines]) / sum([line.seconds for line in lines])
-    against = {}
-    if before and before[0].tokens_per_second:
-        speed_up = rate / before[0].tokens_per_second
-        against = {"partings": partings(before[0].outputs, outputs), "speed_up": speed_up}
+    parted = None
+    if before and before[0].loaded:
+        parted = partings(before[0].outputs, outputs)
     return Run(
         k=k,
         loaded=True,
@@ -198,6 +185,6 @@ def _run(
         outputs=outputs,
         is_repeatable=not any(sitting.repeated for sitting in sittings),
         log=log,
+        partings=parted,
         **counters(total(sittings)),
-        **against,
     )

@@ -29,22 +29,29 @@ from ...checkpoints.files import refuse_strange, unwritable, write_whole
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
 from ..facts.benched import Repetition, RequestForm
-from ..facts.closeness import SourceSitting
 from ..facts.rows import Arm
-from ..facts.served import Drafts
+from ..facts.served import AsServed, Drafts
 
 _CURE = "Move the file away, and what it held is measured again"
 
 
-class Sitting(Drafts, SourceSitting):
+class Sitting(Drafts):
     """One server, with vLLM's counters over its answers, as far as they were read.
 
     Attributes:
         sitting: from 1.
+        seconds: of asking so far.
+        repeated: nats a token between its predictions for its first window, asked with others in
+            flight and again alone: what a kernel's rounding differs by with the batch. Where text
+            was generated, 1 for other tokens. None where it ended before.
         seconds_to_health: from the start of its process.
     """
 
     sitting: int = Field(gt=0)
+    as_served: AsServed
+    reason: str
+    seconds: Figure
+    repeated: Figure | None = None
     seconds_to_health: Figure = 0.0
 
 

@@ -25,7 +25,6 @@ from ...checkpoints.files import complete, partial_path, refuse_strange, remove,
 from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
-from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
@@ -35,14 +34,13 @@ from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
 from ..measure.harness import has_template
-from ..measure.room import loading_sizes
 from ..measure.serve_line import method_words
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, page
 from .html import page_of
-from .provenance import gpus_of, groups_of, parser_words, recipe_text, sampling_of
+from .provenance import groups_of, parser_words, recipe_text
 
 FILES = (
     README,
@@ -212,15 +210,10 @@ def _facts(
         # A speed that is not the checkpoint's has no place on its card.
         if what != "speed" or (report.bench and report.bench.counts()):
             plots[what] = chart
-    gpus = ()
     parsers = ""
-    sampling = ""
     view = find_view(opened.config, opened.where, opened.entries)
-    if report.target is None:  # of a draft, its target says it
-        gpus = gpus_of(loading_sizes(opened), total_bytes(opened.entries.values()))
-        if has_template(opened, ()):
-            parsers = parser_words(view.family)
-        sampling = sampling_of(opened)
+    if report.target is None and has_template(opened, ()):  # of a draft, its target says it
+        parsers = parser_words(view.family)
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
@@ -232,14 +225,12 @@ def _facts(
         metadata=metadata_of(
             opened, front, license_id=license_id, base_model=base.name, where=where
         ),
-        gpus=gpus,
         drafting=method_words(opened),
         attention=attention_backends(opened.config),
         cures=needed(opened, report.vllm),
         cured=tuple(by_version(opened)),
         plots=plots,
         parsers=parsers,
-        sampling=sampling,
     )
 
 

@@ -59,13 +59,11 @@ class CardFacts:
         repository: where it is published; "" where that is not known yet.
         metadata: of the front matter.
         plots: the card's drawings, by name.
-        gpus: on how few it fits.
         drafting: what vLLM needs besides k to draft.
         attention: a GPU -> the value of --attention-backend that it needs there.
         cures: that the report's vLLM needs.
         cured: each cure, with the versions that need it.
         parsers: words for the server that read tool calls and thoughts.
-        sampling: how the release wants to be asked.
     """
 
     name: str
@@ -77,13 +75,11 @@ class CardFacts:
     repository: str
     metadata: Metadata
     plots: Mapping[str, "Chart"]
-    gpus: tuple[tuple[int, str, int], ...]
     drafting: tuple[str, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
     cures: tuple[str, ...] = ()
     cured: tuple[str, ...] = ()
     parsers: str = ""
-    sampling: str = ""
 
     @property
     def model(self) -> str:
@@ -248,15 +244,8 @@ def _about(facts: CardFacts) -> Table:
         ("Calibration", _calibrated(report)),
         ("Measured by", f"the publisher{where}; nobody else has verified it"),
     ]
-    if not report.target:
-        gpus = [f"{number} x {name} ({memory} GB)" for number, name, memory in facts.gpus]
-        fewest = ", ".join(gpus) or "more than 8 of any that keepmtp knows"
-        how = f"the fewest that hold the weights and a cache, counted from {after}, not tried"
-        rows.append(("GPUs", f"{fewest}: {how}"))
-    # What readers of other cards look for.
-    for name, says in (("Parsers", facts.parsers), ("Sampling", facts.sampling)):
-        if says:
-            rows.append((name, says))
+    if facts.parsers:
+        rows.append(("Parsers", facts.parsers))
     versions = versions_in_short(report.dry) or "no other version was tried"
     rows.append(("vLLM", f"{report.vllm}; {versions}"))
     license_id = facts.metadata.license_name or facts.metadata.license

@@ -15,7 +15,7 @@ from pathlib import Path
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
-from ...checkpoints.source import Source, small_object
+from ...checkpoints.source import Source
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
 from ...recipes.family import Family
@@ -23,7 +23,6 @@ from ...recipes.frozen import frozen
 from ..measure.room import least_gpus
 
 _CARDS = ("4090", "L40S", "H100", "H200", "B200")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MOST_GPUS = 8
 
 
@@ -102,13 +101,6 @@ def parser_words(family: Family) -> str:
     if not words:
         return ""
     return f"`{' '.join(words)}`"
-
-
-def sampling_of(checkpoint: Source) -> str:
-    """How its generation_config.json samples, which vLLM does by itself."""
-    config = small_object(checkpoint, "generation_config.json") or {}
-    said = [f"{key} {config[key]}" for key in _SAMPLING if isinstance(config.get(key), int | float)]
-    return ", ".join(said)
 
 
 def gpus_of(sizes: Sequence[int], num_bytes: int) -> tuple[tuple[int, str, int], ...]:

@@ -30,10 +30,8 @@ from ...recipes.protocol import Gates
 from ...recipes.runtimes.vllm import NEWEST, is_known
 from ..check.check import examine
 from ..check.pair import of_draft
-from ..facts.benched import NO_SPEED, BenchFact
-from ..facts.closeness import ClosenessFact
+from ..facts.benched import NO_SPEED
 from ..facts.dry_load import newest, places, with_cures
-from ..facts.evaluated import EvaluationFact
 from ..facts.findings import errors_of
 from ..facts.numbers import percent
 from ..facts.results import (
@@ -48,22 +46,15 @@ from ..facts.results import (
     report_folder,
 )
 from ..facts.schema import FullReport, JudgementFact, VerdictFact
-from ..facts.served import ServeCheck, TargetFact, is_same
+from ..facts.served import TargetFact, is_same
 from .check_data import record_static
 from .drafted import drafted
 from .gates import decided_in, judge
 from .settle import of_pair
 
 JSON_FILE = "report.json"
-STATION_OF: Mapping[str, Station] = {
-    "check": "check",
-    "serve": "serve",
-    "evaluation": "eval",
-    "bench": "bench",
-    "closeness": "closeness",
-}
+STATION_OF: Mapping[str, Station] = {row.part: station for station, row in STATIONS.items()}
 """Whose file holds a part of report.json."""
-_PARTS = {station: part for part, station in STATION_OF.items()}
 NOT_RUN = {
     "sizes": "No sizes: the headers were not measured.",
     "dry": "No dry load was run: whether vLLM's own classes take these tensors was not tried. "
@@ -161,25 +152,19 @@ def from_results(folder: Path) -> FullReport:
             # Without a dry load the first server says which vLLM it was.
             if not measured and not check.data.dry:
                 vllm = result.vllm
-            measured[_PARTS[station]] = result.data
+            measured[STATIONS[station].part] = result.data
     # A file of answers, or of compared windows, must be the one that was counted.
-    counted: list[tuple[Station, Any]] = []
-    if "eval" in results:
-        for task in results["eval"].data.by_task:
-            for arm in task.arms:
-                counted.append(("eval", arm))
-    if "closeness" in results:
-        counted.append(("closeness", results["closeness"].data))
-    for station, fact in counted:
-        path = folder / fact.samples
-        got = _sum_of(path)
-        if got != fact.samples_sha256:
-            raise CheckpointError(
-                path,
-                f"must be the file that was counted, {fact.samples_sha256}",
-                got=got,
-                cure=f"Run `{command(station, folder)}` again",
-            )
+    for station, result in results.items():
+        for fact in getattr(result.data, "evidence", ()):
+            path = folder / fact.samples
+            got = _sum_of(path)
+            if got != fact.samples_sha256:
+                raise CheckpointError(
+                    path,
+                    f"must be the file that was counted, {fact.samples_sha256}",
+                    got=got,
+                    cure=f"Run `{command(station, folder)}` again",
+                )
     gates, tasks = _recipes(folder, check.checkpoint)
     return assemble(
         check.data,
@@ -387,11 +372,7 @@ def verdict_of(
     *,
     vllm: str,
     judgement: JudgementFact | None = None,
-    serve: ServeCheck | None = None,
-    evaluation: EvaluationFact | None = None,
-    bench: BenchFact | None = None,
-    closeness: ClosenessFact | None = None,
-    **_: object,
+    **measured: Any,
 ) -> VerdictFact:
     """The sentence, from the stations that ran; `vllm` is the version that judged."""
     reasons = (judgement or judge(check=check)).reasons
@@ -414,9 +395,9 @@ def verdict_of(
     warnings = len(check.findings) - len(errors_of(check.findings))
     if warnings:
         says += f", with {counted(warnings, 'warning')}"
-    stations = [one for one in drafted(serve, evaluation) if one.checkpoint.draft_tokens]
-    if stations:
-        found = stations[0]
+    stations = drafted(measured.get("serve"), measured.get("evaluation"))
+    found = next((one for one in stations if one.checkpoint.draft_tokens), None)
+    if found:
         label = "Served"
         how = "natively"
         if found.as_served != "native":
@@ -430,7 +411,7 @@ def verdict_of(
         for reason in reasons:
             if reason.gate == "acceptance" and reason.verdict == "pass":
                 label = "Loads and drafts"
-    elif serve or evaluation or bench or closeness:
+    elif any(measured.values()):
         label = "Served"
         tried = "a server ran"
     return VerdictFact(ok=True, label=label, says=f"{says}; {tried}.")

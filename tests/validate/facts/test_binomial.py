@@ -130,7 +130,7 @@ def test_published_figures(cells, difference, low, high):
     assert (found.difference, found.low, found.high) == pytest.approx(
         (difference, low, high), abs=5e-5
     )
-    assert (found.both, found.only_source, found.only_checkpoint, found.neither) == tuple(cells)
+    assert (found.num, found.only_source, found.only_checkpoint) == (sum(cells), *cells[1:3])
     assert fact(*cells, confidence=0.9).low > found.low
 
 

@@ -29,7 +29,6 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
 from keepmtp.recipes.runtimes.vllm import NEWEST
 from keepmtp.validate.facts.results import (
-    SCHEMAS,
     STATIONS,
     checkpoint_folder,
     file_of,
@@ -116,8 +115,8 @@ def test_a_result_read_back_is_the_same(evidence):
         assert kept is not None and kept.data == found.data and kept.checkpoint == found.checkpoint
         assert (
             json.loads(before)["schema"]
-            == SCHEMAS[station]
-            == {"check": 3, "serve": 3, "eval": 4, "bench": 2, "closeness": 2}[station]
+            == STATIONS[station].version
+            == {"check": 3, "serve": 4, "eval": 4, "bench": 2, "closeness": 2}[station]
         )
     assert read_result(evidence.with_name("none.report"), "check") is None
 
@@ -125,14 +124,14 @@ def test_a_result_read_back_is_the_same(evidence):
 @pytest.mark.parametrize(
     "written, other, says",
     [
-        ('"schema": 3', '"schema": 2', "version 3; got one of serve, version 2"),
-        ('"schema": 3', '"schema": 3, "colour": "red"', "version 3; got colour"),
+        ('"schema": 4', '"schema": 3', "version 4; got one of serve, version 3"),
+        ('"schema": 4', '"schema": 4, "colour": "red"', "version 4; got colour"),
         (
             '"station": "serve"',
             '"station": "eval"',
-            "a result of serve, version 3; got one of eval",
+            "a result of serve, version 4; got one of eval",
         ),
-        ('"max_tokens": 128', '"floor": "high"', r"version 3; got data\.max_tokens"),
+        ('"max_tokens": 128', '"floor": "high"', r"version 4; got data\.max_tokens"),
     ],
 )
 def test_a_file_that_is_no_result(written, other, says, evidence):
@@ -349,7 +348,7 @@ def test_an_edited_result_is_measured_again(station, evidence):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("station", STATIONS[1:])
+@pytest.mark.parametrize("station", [*STATIONS][1:])
 def test_a_result_that_is_gone_or_newer_makes_a_new_report(station, evidence):
     """A station was killed before it made the report; what is not there is not measured."""
     path = file_of(evidence, station)

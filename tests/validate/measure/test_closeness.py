@@ -154,7 +154,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_asks_what_is_missing(role,
     toys[role].asked.clear()
     fact = run(tmp_path / "disturbed")
     assert len(toys[role].asked) == left + 1, "and the first of them again, alone"
-    assert len(getattr(fact, role).servers) == 2
+    assert getattr(fact, role).sittings == 2
     assert (fact.divergence, fact.stderr, fact.flips) == (
         whole.divergence,
         whole.stderr,

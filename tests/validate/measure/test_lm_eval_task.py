@@ -193,7 +193,7 @@ def test_runs_that_are_sampled_pair_by_question(tmp_path):
         "runs of a question are no further questions"
     )
     pair = paired("exact_match", right["exact_match"], (True,) * 12, runs=3)
-    assert (pair.both, pair.only_source, pair.only_checkpoint, pair.neither) == (2, 0, 2, 0)
+    assert (pair.num, pair.only_source, pair.only_checkpoint) == (4, 0, 2)
     assert pair.difference == pytest.approx(3 / 12) and pair.low < 3 / 12 < pair.high
     low, high = one_sided(pair, 0.95)
     assert pair.low < low < 3 / 12 < high < pair.high
