@@ -57,7 +57,7 @@ class GroupSize(Fact):
     num_bytes_before: Count | None = None
 
 
-class Judged(Fact):
+class HasVerdict(Fact):
     """What has a verdict."""
 
     verdict: JudgementWord
@@ -68,7 +68,7 @@ class Judged(Fact):
         return _TITLES.get(self.verdict, self.verdict)
 
 
-class ReasonFact(Judged):
+class ReasonFact(HasVerdict):
     """One gate's answer.
 
     Attributes:
@@ -84,7 +84,7 @@ class ReasonFact(Judged):
     needed: PositiveInt | None = None
 
 
-class JudgementFact(Judged):
+class JudgementFact(HasVerdict):
     """The recipe's gates together: the worst of the reasons, regression before infeasible before
     pass.
     """
