@@ -16,6 +16,7 @@ from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import AcceptanceStation, Check
 from keepmtp.validate.report.report import verify
+from killed import small_recipe
 from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, measure
 from releases import made_of
 
@@ -29,7 +30,8 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.full, pytest.mark.usefixtures("in_f32")]
 
 def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
     choices = {"source": str(QWEN), "mtp": "NVFP4"}
-    made = made_of("tiny-qwen3_5.nvfp4", tmp_path / "made", **choices)
+    recipe = small_recipe(tmp_path, "tiny-qwen3_5.nvfp4")
+    made = made_of(str(recipe), tmp_path / "made", **choices)
     setup = Setup(vllm=find_vllm(), out=tmp_path / "out", timeout=400, extra=UNIPROC)
     model = Model(role="checkpoint", source=open_source(made), identity=identify(made))
     check = Check(ks=(1,), prompts=ASKED, max_tokens=40)
