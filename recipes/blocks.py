@@ -126,15 +126,11 @@ BudgetText = Annotated[str, AfterValidator(_budget)]
 _WORDS = (*KEEP_WORDS, *SCHEMES)
 _Policy = Annotated[str, AfterValidator(_one_of((*_WORDS, AUTO, TUNED), "must be one of"))]
 Decision = Annotated[str, AfterValidator(_one_of(_WORDS, "must be one of"))]
-_IN_GROUPS = _one_of(
-    QUANTIZABLE_ROLES, "must be one of the module groups", otherwise="Name one of them"
-)
+_OTHERWISE = "Name one of them"
+_IN_GROUPS = _one_of(QUANTIZABLE_ROLES, "must be one of the module groups", _OTHERWISE)
 Group = Annotated[str, AfterValidator(_IN_GROUPS)]
-_IN_BACKBONE = _one_of(
-    (*QUANTIZABLE_ROLES, *TABLE_ROLES),
-    "must be one of the module groups",
-    otherwise="Name one of them",
-)
+_IN_TABLES = (*QUANTIZABLE_ROLES, *TABLE_ROLES)
+_IN_BACKBONE = _one_of(_IN_TABLES, "must be one of the module groups", _OTHERWISE)
 _BackboneGroup = Annotated[str, AfterValidator(_IN_BACKBONE)]
 
 
@@ -182,9 +178,7 @@ def _as_place(written: object) -> object:
 
 
 Donor = Annotated[MtpSource, BeforeValidator(_as_place)]
-_IN_CHECKPOINT = _one_of(
-    (*QUANTIZABLE_ROLES, *TABLE_ROLES, "mtp"), "must be one of", otherwise="Name one of them"
-)
+_IN_CHECKPOINT = _one_of((*_IN_TABLES, "mtp"), "must be one of", _OTHERWISE)
 Donors = dict[Annotated[str, AfterValidator(_IN_CHECKPOINT)], Donor]
 
 

@@ -91,7 +91,8 @@ def calibrate_head(
     with skeleton.head():
         # The observed one is thrown away with what is hung on it. llm-compressor takes it for no
         # head, which it would leave out.
-        alone: Any = nn.Sequential(deepcopy(skeleton.model.get_output_embeddings()))
+        observed: Any = deepcopy(skeleton.model.get_output_embeddings())
+        alone: Any = nn.Sequential(observed)
         alone.config = skeleton.model.config
     return work, calibrate(alone, states, work)
 
