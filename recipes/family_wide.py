@@ -57,6 +57,7 @@ _TAIL = """\
 # gates: {max_drop: 0.02, min_acceptance: 0.97}
 # evaluation: {k: 3, concurrency: 8}
 # format: modelopt
+# keeps_config: true                         # of a finished checkpoint, but for what changes
 # search: mse                                # or imatrix
 # kv_cache: FP8
 # requantize: true

@@ -38,7 +38,7 @@ def test_its_default_and_its_comments_are_examples_that_work(tmp_path):
     )
     assert {*BLOCKS, "budget", "backbone_auto"} <= raw.keys(), "a key is not listed"
     # Not for every variant.
-    for key in ("keep", "mtp_tuned", "kv_cache", "mtp_source", "from", "format"):
+    for key in ("keep", "mtp_tuned", "kv_cache", "mtp_source", "from", "format", "keeps_config"):
         del raw[key]
     raw["variants"]["nvfp4-fp8"]["calibration"] = "mine"
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n' * 600_000)
