@@ -4,6 +4,7 @@ In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; 
 error.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,8 @@ import typer
 from rich.console import RenderableType
 
 from .. import __version__
+from ..recipes.errors import size_in_words
+from ..recipes.frozen import Advance, unwatched
 from .options import DryRunOption, JsonOption, ModelOptions
 from .progress import run_progress
 from .tables import answer, tell
@@ -130,7 +133,7 @@ def _logged(
 
     def accepted() -> None:
         totals = f"{made.recipe.name}: {plan_tables.totals(made)}"
-        log.say(f"keepmtp {__version__}: {totals}")
+        log.begin(f"keepmtp {__version__}: {totals}")
         for line in filter(None, (plan_tables.commits_line(made), totals)):
             if not as_json:
                 tell(line)
@@ -140,4 +143,8 @@ def _logged(
         if progress.calibration:
             progress.calibration(step)
 
-    return replace(progress, accepted=accepted, calibration=stepped)
+    def packing(total_bytes: int) -> AbstractContextManager[Advance]:
+        log.say(f"packing {size_in_words(total_bytes)}")
+        return (progress.packing or unwatched)(total_bytes)
+
+    return replace(progress, accepted=accepted, calibration=stepped, packing=packing)

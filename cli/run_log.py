@@ -49,12 +49,19 @@ class RunLog:
         self._path = out.with_name(f"{out.name}.log")
         self._began = time.monotonic()
         self._steps = dict[str, CalibrationStep]()
+        self._lines = list[str]()
+
+    def begin(self, line: str) -> None:
+        """A line that is written with the next one: the run may be refused until then."""
+        self._lines.append(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line}\n")
 
     def say(self, line: object) -> None:
         """One line, with its time."""
+        self.begin(str(line))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line}\n")
+            file.writelines(self._lines)
+        self._lines.clear()
 
     def step(self, step: CalibrationStep) -> None:
         """A step of calibration."""

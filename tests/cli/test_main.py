@@ -26,7 +26,7 @@ def test_quantize_then_check(source, tmp_path):
     done = keepmtp(line, cwd=tmp_path, status=0)
     assert " tensors in, " in done.stderr, done.stderr
     assert_shows(
-        done.stdout, "check passed out: no findings out: 5.1 MiB, MTP block BF16. Serve it:"
+        done.stdout, "check passed out: no findings", "out: 5.1 MiB, MTP block BF16. Serve it:"
     )
     assert done.stdout.endswith("\n  keepmtp serve out\n")
     reports = ran(f"check out {source} --json", cwd=tmp_path).splitlines()
@@ -182,7 +182,9 @@ def test_a_calibrated_run_for_machines(tmp_path):
     assert results["output_bytes"] == told["plan"]["bytes"]["after"]
     assert 0 < results["seconds_a_layer"] < results["seconds"]
     lines = (tmp_path / "out.log").read_text().splitlines()
-    assert "layer 3 of 3" in lines[3] and lines[-1].endswith("of the host")
+    assert (
+        "layer 3 of 3" in lines[3] and "packing" in lines[-2] and lines[-1].endswith("of the host")
+    )
     ran("check out --record", cwd=tmp_path)
     assert json.loads((tmp_path / "out.report/report.json").read_text())["calibration"] == found
 
