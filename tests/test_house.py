@@ -65,9 +65,9 @@ TWINS = 6
 
 # What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
-    "tokens of the package": 331_100,
-    "tokens of the tests": 380_300,
-    "dense forms in 1,000 tokens": 5.0,
+    "tokens of the package": 325_400,
+    "tokens of the tests": 376_600,
+    "dense forms in 1,000 tokens": 4.9,
     "functions over 100 lines": 0,
 }
 # So that a good change of a few tokens passes.
