@@ -12,6 +12,7 @@ Source: vLLM 0.32.0 quantization/utils/gptq_utils.py (get_dynamic_override), aut
 (maybe_update_config), quark/utils.py (should_ignore_layer), inc/config_parser.py.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -78,7 +79,8 @@ def say_what_is_stored(
     missed = [module for module in modules if _is_missed(module, dialect, of=schemes)]
     # With an empty list vLLM finds the plain modules of an AWQ checkpoint in its headers; with one
     # entry it does not look, so the first entry comes with all others.
-    is_first = isinstance(dialect, Awq) and not now and bool(missed or also)
+    is_first = isinstance(dialect, Awq) and not now
+    is_first &= bool(missed or also) or any(map(_is_taken, modules))
     if is_first:
         missed = [*filter(_is_plain, runtime.modules)]
     entries = _entries_for(runtime, missed)
@@ -196,8 +198,7 @@ def _without_harm(
     """
     harmed: dict[str, list[Module]] = defaultdict(list)
     for module in modules:
-        is_split = module.resolution.refusal in ("shards", "projections")
-        if not _is_packed(module) or not (is_split or _builds_plain(module)):
+        if not _is_taken(module):
             continue
         dialect = runtime.dialect_of(module.part)
         for entry in dialect.entries:
@@ -213,6 +214,12 @@ def _without_harm(
             ours = "|".join(_regexes(runtime, harmed[entry])).replace("re:^", "")
             kept.append(f"re:(?!{ours}){entry.removeprefix('re:')}")
     return kept
+
+
+def _is_taken(module: Module) -> bool:
+    """Whether an entry makes vLLM build a stored-quantized module plain, or fail."""
+    is_split = module.resolution.refusal in ("shards", "projections")
+    return _is_packed(module) and (is_split or _builds_plain(module))
 
 
 def _is_wanted(runtime: RuntimeView, entry: str) -> bool:
@@ -231,7 +238,10 @@ def _regexes(runtime: RuntimeView, modules: Iterable[Module]) -> list[str]:
     spelled = set[Spellings]()
     for module in modules:
         for member in module.members:
-            spelled.add(spell(runtime.view, member.place))
+            if module.name == member.place.row.joins:
+                spelled.add(Spellings(("",), None, (re.escape(module.name),)))
+            else:
+                spelled.add(spell(runtime.view, member.place))
     return regexes(spelled)
 
 
