@@ -106,11 +106,11 @@ def test_each_cell_has_the_figures_of_the_same_work(found):
     cells = {(cell["k"], cell["concurrency"]): cell for cell in found["checkpoint"]["cells"]}
     assert list(cells) == [(0, 1), (1, 1), (0, 2), (1, 2)]
     for (k, _), cell in cells.items():
-        assert not cell["error"] and cell["slowest"] <= cell["tokens_per_second"] <= cell["fastest"]
+        assert not cell["error"]
         for each in cell["repetitions"]:
             assert each["requests"] == 6 and 6 < each["output_tokens"] <= 6 * 24
             assert each["tokens_per_second"] == each["output_tokens"] / each["seconds"] > 0
-            assert 0 < each["first_token"]["median_ms"] <= each["first_token"]["p99_ms"]
+            assert 0 < each["first_token_ms"] and 0 < each["per_token_ms"]
             assert (each["drafts"] > 0) == (each["draft_tokens"] > 0) == (k == 1)
             assert 16 < each["input_tokens"] / 6 < 64
     for load in (1, 2):
@@ -118,7 +118,8 @@ def test_each_cell_has_the_figures_of_the_same_work(found):
         # nearly equal.
         plain, drafted = (cells[k, load]["repetitions"][0]["output_tokens"] for k in (0, 1))
         assert abs(plain - drafted) <= 0.1 * plain
-    assert cells[1, 1]["acceptance"] > 0.8 and cells[1, 1]["mean_accepted_length"] > 1.8
+    drafts = cells[1, 1]["drafts"]
+    assert drafts["acceptance"] > 0.8 and drafts["mean_accepted_length"] > 1.8
 
 
 @pytest.mark.full
