@@ -110,7 +110,7 @@ def test_each_cell_has_the_figures_of_the_same_work(found):
         for each in cell["repetitions"]:
             assert each["requests"] == 6 and 6 < each["output_tokens"] <= 6 * 24
             assert each["tokens_per_second"] == each["output_tokens"] / each["seconds"] > 0
-            assert 0 < each["first_token_ms"] and 0 < each["per_token_ms"]
+            assert each["first_token_ms"] > 0 and each["per_token_ms"] > 0
             assert (each["drafts"] > 0) == (each["draft_tokens"] > 0) == (k == 1)
             assert 16 < each["input_tokens"] / 6 < 64
     for load in (1, 2):
