@@ -134,8 +134,8 @@ def _logged(
     def accepted() -> None:
         totals = f"{made.recipe.name}: {plan_tables.totals(made)}"
         log.begin(f"keepmtp {__version__}: {totals}")
-        for line in filter(None, (plan_tables.commits_line(made), totals)):
-            if not as_json:
+        if not as_json:
+            for line in filter(None, (plan_tables.commits_line(made), totals)):
                 tell(line)
 
     def stepped(step: "CalibrationStep") -> None:

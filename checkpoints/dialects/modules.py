@@ -79,7 +79,7 @@ def named_modules(view: FamilyView, matrices: Iterable[Matrix]) -> list[NamedMod
         joined = place.row.joins
         if joined:
             # vLLM loads the same tensors into a module that has one name for all layers.
-            spelled = Spellings(("",), None, (re.escape(joined),))
+            spelled = spell_whole(joined)
             place = replace(place, runtime=VLLMName(joined))
             found[joined, *key[1:]] = NamedModule(place, matrix.scheme, spelled)
     return list(found.values())
@@ -109,8 +109,7 @@ def runtime_modules(modules: Iterable[NamedModule]) -> list[RuntimeModule]:
 def spell(view: FamilyView, place: Place) -> Spellings:
     """A module's spellings on disk and in vLLM."""
     if place.layer is None:
-        paths = (place.runtime, place.module, *place.row.aliases)
-        return Spellings(("",), None, tuple(dict.fromkeys(map(re.escape, paths))))
+        return spell_whole(place.runtime, place.module, *place.row.aliases)
     paths = tuple(dict.fromkeys(map(path_regex, table_paths(view, place))))
     stems = (view.runtime_stem(place.part, place.layer), view.disk_stem(place.part, place.layer))
     block = view.layout.layers
@@ -121,6 +120,11 @@ def spell(view: FamilyView, place: Place) -> Spellings:
         return Spellings(tuple(map(re.escape, stems)), None, paths)
     cut = dict.fromkeys(without_number(stem, place.layer) for stem in stems)
     return Spellings(tuple(cut), place.layer, paths)
+
+
+def spell_whole(*paths: str) -> Spellings:
+    """The spellings of a module that is in no layer."""
+    return Spellings(("",), None, tuple(dict.fromkeys(map(re.escape, paths))))
 
 
 def table_paths(view: FamilyView, place: Place) -> tuple[str, ...]:

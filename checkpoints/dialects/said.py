@@ -12,7 +12,6 @@ Source: vLLM 0.32.0 quantization/utils/gptq_utils.py (get_dynamic_override), aut
 (maybe_update_config), quark/utils.py (should_ignore_layer), inc/config_parser.py.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +37,7 @@ from .modelopt import (
     layer_row,
     reads_other_file,
 )
-from .modules import Spellings, regexes, spell
+from .modules import Spellings, regexes, spell, spell_whole
 from .quark import Quark
 from .runtime_view import Module, RuntimeView
 
@@ -239,7 +238,7 @@ def _regexes(runtime: RuntimeView, modules: Iterable[Module]) -> list[str]:
     for module in modules:
         for member in module.members:
             if module.name == member.place.row.joins:
-                spelled.add(Spellings(("",), None, (re.escape(module.name),)))
+                spelled.add(spell_whole(module.name))
             else:
                 spelled.add(spell(runtime.view, member.place))
     return regexes(spelled)
