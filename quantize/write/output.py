@@ -228,7 +228,7 @@ def _is_older(plan: Plan, made_ns: int) -> bool:
     newest = 0
     for state in states:
         newest = max(newest, state.mtime_ns)
-        if not plan.keeps_shards:  # a link changes the ctime
+        if state.num_links == 1:  # a link changes the ctime, whoever made it
             newest = max(newest, state.ctime_ns)
     return newest < made_ns
 

@@ -324,6 +324,15 @@ def test_a_run_that_was_killed_after_its_end_is_finished(tmp_path, source, unbro
     assert digests(out) == unbroken[ONE] and beside(out) == ["out"]
 
 
+def test_an_output_stays_finished_where_others_link_its_source(tmp_path, source):
+    """A release is linked by who changes one group of it; a link changes the ctime alone."""
+    out = tmp_path / "out"
+    quantized(source, out)
+    os.link(shard_of(source), tmp_path / "linked.safetensors")
+    plan, text = planned(source)
+    assert pipeline.quantize(plan, text, out=out).was_there
+
+
 def test_a_finished_output_of_another_run_is_refused(tmp_path, source):
     """Before the run, and when a plan is late."""
     plan, _ = planned(source, OTHER)
