@@ -57,7 +57,8 @@ main()
     "number, status, name", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
 )
 def test_a_run_that_is_stopped_says_how_to_go_on(number, status, name, tmp_path):
-    words = f"quantize {MODEL} --source {ROOT}/models/{MODEL} --out out"
+    source = shutil.copytree(ROOT / "models" / MODEL, tmp_path / "source")
+    words = f"quantize {MODEL} --source {source} --out out"
     stopped = subprocess.Popen(
         [sys.executable, "-c", SLOW, *words.split()],
         stderr=subprocess.PIPE,
@@ -75,4 +76,4 @@ def test_a_run_that_is_stopped_says_how_to_go_on(number, status, name, tmp_path)
     for says in ("packing", "finished before, with the same recipe, source and versions"):
         again = keepmtp(words, cwd=tmp_path)
         assert again.returncode == 0 and says in again.stdout + again.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log", "source"]
