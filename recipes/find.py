@@ -26,7 +26,7 @@ from .schema import AUTO, TUNED, Calibration, Recipe, read_as, validated
 from .schemes import SCHEMES, meant_scheme
 from .yaml_file import load_shipped, read_yaml
 
-DEFAULT_CALIBRATION = "ultrachat-256x2048"
+DEFAULT_CALIBRATION = "mix-256x2048"
 """The named block that is taken where batches are needed and nothing says which."""
 _POLICIES = (*KEEP_WORDS, AUTO, TUNED, *SCHEMES)
 

@@ -8,7 +8,7 @@ mapping of each variant, as `schema.Recipe` reads it, and its text. For example:
     default: nvfp4a16-fp8
     usual: {rest: FP8_DYNAMIC, mtp: bf16}
     variants:
-      nvfp4-fp8: {experts: NVFP4, calibration: ultrachat-256x2048}
+      nvfp4-fp8: {experts: NVFP4, calibration: mix-256x2048}
       nvfp4a16-fp8:
 
 `groups` names the module groups that the model has. `usual` has the words of all variants, which a

@@ -79,7 +79,7 @@ def test_any_scheme_and_policy_can_be_named(fine_tune):
         ran("plan './My Tune-v1.2'", cwd=fine_tune.parent),
         "My Tune-v1.2 (glm4_moe) variant data bytes GPUs that hold it",
         "nvfp4a16-fp8 none 4.0 MiB 1 x 4090",
-        "nvfp4-fp8 ultrachat-256x2048 4.0 MiB 1 x 4090",
+        "nvfp4-fp8 mix-256x2048 4.0 MiB 1 x 4090",
         "Choose one with --scheme.",
     )
     shown = ran(f"plan '{fine_tune}' --scheme NVFP4 --mtp NVFP4")

@@ -362,12 +362,12 @@ def test_a_variant_is_a_name_alone(tmp_path):
         "dense_mlp": "FP8_BLOCK",
         "experts": "NVFP4",
     }
-    assert recipe.calibration == Calibration.model_validate(calibrations()["ultrachat-256x2048"])
+    assert recipe.calibration == Calibration.model_validate(calibrations()["mix-256x2048"])
 
 
 def test_a_calibration_is_named_or_written_out(tmp_path):
     named = find_recipe(str(HERE / "mine.yaml"), scheme="auto")[0].calibration
-    assert named == Calibration.model_validate(calibrations()["ultrachat-256x2048"])
+    assert named == Calibration.model_validate(calibrations()["mix-256x2048"])
     own = edited(MINE, {"variants.auto.calibration": named.model_dump() | {"samples": 7}})
     assert find_recipe(written(tmp_path, own), scheme="auto")[0].calibration.samples == 7
 
@@ -430,8 +430,10 @@ def test_shipped_files_are_named_like_their_models_and_name_every_calibration():
         for name, words in raw["variants"].items():
             named.add((raw.get("usual", {}) | (words or usual[name]))["calibration"])
     assert named == {None, *calibrations()}, "each block is used"
-    for block in calibrations().values():
-        Calibration.model_validate(block)
+    for name, block in calibrations().items():
+        mix = Calibration.model_validate(block).mix
+        assert all(re.fullmatch(r"local|[0-9a-f]{40}", texts.dataset_revision) for texts in mix)
+        assert mix[0].share == (0.75 if name.startswith("mix") else 1), "mostly chat"
 
 
 # --- Recipes that do not fit the model they are for -----------------------------------------------
