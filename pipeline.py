@@ -358,8 +358,8 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
     fetch = progress.download or download
     if plan.changed_only:
         local = fetch(read_for_changes(plan))
-        here = {"folder": local.folder, "states": local.states, "mtp_source": local.mtp_source}
-        plan = replace(plan, source=replace(plan.source, **here))
+        here = replace(plan.source, folder=local.folder, states=local.states)
+        plan = replace(plan, source=here)
         refuse_output(plan, out)
         return plan
     local = fetch(plan.source)

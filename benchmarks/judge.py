@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
 from keepmtp.checkpoints.mtp_source import has_mtp, with_mtp_of
-from keepmtp.checkpoints.source import MTP_FILES, Source, open_source
+from keepmtp.checkpoints.source import Source, open_source, origin_of
 from keepmtp.checkpoints.stored import StoredWeight, stored_weights
 from keepmtp.checkpoints.values import read_tensor
 from keepmtp.quantize.calibrate.data.data import CalibrationData
@@ -137,7 +137,7 @@ class Judge:
         weights.round_inputs(block, block.binding, "")
         sizes = {True: 0, False: 0}
         for entry in source.entries.values():
-            if not entry.file.startswith(MTP_FILES):  # a borrowed block is not its own
+            if not origin_of(entry):  # a borrowed block is not its own
                 sizes[plan.view.is_mtp(entry.name)] += entry.num_bytes
         return Reading(
             target=found,

@@ -16,9 +16,9 @@ from dataclasses import replace
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.family_view import Place
-from .mtp_source import mtp_keys
+from .mtp_source import mtp_keys, with_tensors_of
 from .safetensors_file import Entry
-from .source import Source, donor_files, view_of
+from .source import Source, view_of
 from .source_of import refuse_another_model
 from .stored import KV_SCALE_LEAVES
 
@@ -68,19 +68,11 @@ def _with_group(source: Source, donor: Source, group: str) -> Source:
             got=got,
             cure=_CURE,
         )
-    start = donor_files(group)
-    taken = {name: replace(entry, file=start + entry.file) for name, entry in theirs.items()}
-    states = {start + name: state for name, state in donor.states.items()}
-    files = states.keys() & {entry.file for entry in taken.values()}  # of a repository none
     left = {name: entry for name, entry in source.entries.items() if name not in ours}
-    return replace(
-        source,
-        entries=left | taken,
-        unindexed={name: each for name, each in source.unindexed.items() if name not in ours},
-        states={**source.states, **{file: states[file] for file in files}},
-        donors={**source.donors, group: donor},
-        replaced={**source.replaced, **ours},
-    )
+    unindexed = {name: each for name, each in source.unindexed.items() if name not in ours}
+    replaced = {**source.replaced, **ours}
+    source = replace(source, entries=left, unindexed=unindexed, replaced=replaced)
+    return with_tensors_of(source, donor, group, theirs)
 
 
 def _group_of(opened: Source, group: str) -> tuple[dict[HFName, Entry], set[str]]:

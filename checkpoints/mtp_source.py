@@ -1,12 +1,12 @@
 """A release without an MTP block, joined with the MTP block of another repository or folder.
 
 In: two opened checkpoints. Out: one `Source`: the release's, with the MTP tensors of the other one
-under the release's names, and the count of MTP layers that is there. Whoever plans, reads or writes
-sees one checkpoint.
+under the release's names, and the count of MTP layers that is there. The other one is its donor, so
+whoever plans, reads or writes sees one checkpoint.
 
 Easy to get wrong: config.json of the release may count MTP layers that were never published
 (MiniMax-M3 says seven). So the count is that of the tensors. Only the files with MTP tensors are
-downloaded, stamped and recorded.
+stamped and recorded.
 """
 
 import re
@@ -18,7 +18,8 @@ from ..recipes.errors import CheckpointError
 from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
 from ..recipes.frozen import Raw
-from .source import MTP_FILES, Source, view_of
+from .safetensors_file import Entry
+from .source import Source, donor_files, view_of
 
 _ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
 _KEPT = ("hidden_size", "vocab_size", "num_attention_heads", "head_dim")
@@ -53,7 +54,7 @@ def with_mtp_of(source: Source, other: Source) -> Source:
                 name = HFName(ours + name.removeprefix(theirs))
                 break
         if view.is_mtp(name):
-            renamed[name] = replace(entry, name=name, file=f"{MTP_FILES}{entry.file}")
+            renamed[name] = replace(entry, name=name)
     if not renamed:
         family = view.family.model_type
         raise CheckpointError(
@@ -63,10 +64,6 @@ def with_mtp_of(source: Source, other: Source) -> Source:
             cure="Name another with --mtp-source",
         )
     _refuse_other_model(source, other)
-    files = {entry.file.removeprefix(MTP_FILES) for entry in renamed.values()}
-    states = {**source.states}
-    for name in files & other.states.keys():  # of a repository there are none yet
-        states[f"{MTP_FILES}{name}"] = other.states[name]
     # config.json with the count of MTP layers that are there.
     count: Any = max(view.mtp_layers_of(renamed), default=0) // view.num_mtp_parts + 1
     outer, _, inner = view.mtp_count_key.partition(".")
@@ -76,13 +73,25 @@ def with_mtp_of(source: Source, other: Source) -> Source:
     if view.text_config is not source.config:
         config = {**source.config, "text_config": config}
         config.pop(outer, None)
+    # A block alone has a config.json of another class.
+    said = config | {"quantization_config": other.config.get("quantization_config")}
+    other = replace(other, config=said, entries=renamed, unindexed={})
+    return with_tensors_of(replace(source, config=config), other, "mtp", renamed)
+
+
+def with_tensors_of(
+    source: Source, donor: Source, group: str, tensors: Mapping[HFName, Entry]
+) -> Source:
+    """The checkpoint with these tensors of a donor, which are its group."""
+    start = donor_files(group)
+    taken = {name: replace(entry, file=start + entry.file) for name, entry in tensors.items()}
+    states = {start + name: state for name, state in donor.states.items()}
+    files = states.keys() & {entry.file for entry in taken.values()}  # of a repository none
     return replace(
         source,
-        config=config,
-        entries={**source.entries, **renamed},
-        states=states,
-        mtp_source=other,
-        mtp_files=tuple(sorted(files)),
+        entries={**source.entries, **taken},
+        states={**source.states, **{file: states[file] for file in files}},
+        donors={**source.donors, group: donor},
     )
 
 

@@ -82,16 +82,14 @@ class Record(_Part):
     """The file.
 
     Attributes:
-        mtp_source: what the MTP block was read from, where it was not the source; `files` has those
-            with its tensors.
-        donors: group -> what its tensors were read from, by the recipe's `from`.
+        donors: group -> what its tensors were read from, by the recipe's `from` or `mtp_source`;
+            `files` has those with its tensors.
         calibration: the run's own summary, and None where no batches were needed.
     """
 
     keepmtp: str
     recipe: RecordedRecipe
     source: RecordedSource
-    mtp_source: RecordedSource | None = None
     donors: Mapping[str, RecordedSource] | None = None
     calibration: Raw | None = None
     tensors: Mapping[str, Count]
@@ -101,7 +99,7 @@ class Record(_Part):
     def text(self) -> str:
         """The file's text. Equal values give equal bytes."""
         written = self.model_dump()
-        for key in ("calibration", "mtp_source", "donors"):
+        for key in ("calibration", "donors"):
             if written[key] is None:
                 del written[key]
         return json.dumps(written, indent=2) + "\n"

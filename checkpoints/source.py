@@ -35,7 +35,6 @@ from .json_file import object_of, read_bytes_of, read_config, read_index
 from .safetensors_file import Entry, FileHeader, fill, read_header
 
 SINGLE = "model.safetensors"
-MTP_FILES = "mtp_source/"
 DONOR_FILES = "from/"
 _NUMBERED = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d{1,9})\.safetensors")
 _MOST_FILES = 100_000
@@ -62,9 +61,6 @@ class Source:
         code: its own Python, which is carried only if the user trusts it.
         left: the names of all other files, which are never carried.
         states: the files of a folder as they were when it was opened, by name.
-        mtp_source: the checkpoint that the MTP tensors are from, where it is another one. The files
-            of these tensors begin with `MTP_FILES`, here and in `states`.
-        mtp_files: the files of `mtp_source` that hold them.
         donors: group -> the checkpoint that its tensors are from, where it is another one.
         replaced: the tensors that they take the place of.
         changed: small files of a checkpoint as it would be; None for one that is left out.
@@ -82,8 +78,6 @@ class Source:
     code: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     states: Mapping[str, FileStamp] = field(default_factory=dict)
-    mtp_source: "Source | None" = None
-    mtp_files: tuple[str, ...] = ()
     donors: Mapping[str, "Source"] = field(default_factory=dict)
     replaced: Mapping[HFName, Entry] = field(default_factory=dict)
     changed: Mapping[str, bytes | None] = field(default_factory=dict)
@@ -95,10 +89,7 @@ class Source:
         """The other checkpoints that tensors are from, by what the names of their files begin with,
         here and in `states`.
         """
-        others = {donor_files(group): donor for group, donor in self.donors.items()}
-        if self.mtp_source is not None:
-            others[MTP_FILES] = self.mtp_source
-        return others
+        return {donor_files(group): donor for group, donor in self.donors.items()}
 
     @property
     def text_config(self) -> Raw:
@@ -201,23 +192,15 @@ def download(source: Source, *, bars: type[Any] | None = None) -> Source:
     """The same source with its files on this machine, in the Hub's cache.
 
     Args:
-        source: a Hub repository; a folder is returned as it is. Of a separate MTP source, only the
-            files with its MTP tensors are downloaded; of a donor nothing: its tensors are read by
-            ranges when they are written.
+        source: a Hub repository; a folder is returned as it is. Of a donor nothing is downloaded:
+            its tensors are read by ranges when they are wanted.
         bars: a class like tqdm; default the Hub's progress bars.
     """
-    other = source.mtp_source
-    if source.others:
-        own = download(replace(source, mtp_source=None, donors={}), bars=bars)
-        states = {**source.states, **own.states}
-        if other is not None:
-            if other.folder is None:
-                folder = _fetched(other, bars, *map(escape, source.mtp_files))
-                other = replace(other, folder=folder, states=states_of(folder, source.mtp_files))
-            states |= {f"{MTP_FILES}{name}": other.states[name] for name in source.mtp_files}
-        return replace(source, folder=own.folder, states=states, mtp_source=other)
     if source.folder is not None:
         return source
+    if source.donors:
+        own = download(replace(source, donors={}), bars=bars)
+        return replace(source, folder=own.folder, states={**source.states, **own.states})
     named = map(escape, (*source.companions, *source.code))
     if source.num_unread:  # the index names files that nobody wants
         tensors = (*source.entries.values(), *source.unindexed.values())
@@ -299,8 +282,8 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
 
 
 def file_sizes(source: Source) -> dict[str, int]:
-    """Size of every safetensors file of a folder, part of what a resumed run compares; not of an
-    MTP source's.
+    """Size of every safetensors file of a folder, part of what a resumed run compares; not of a
+    donor's.
     """
     sizes = {}
     for name, state in sorted(source.states.items()):

@@ -88,13 +88,14 @@ def recorded_mtp_source(checkpoint: Source) -> Source | None:
     """
     path = small_file(checkpoint, RECORD)
     record = path and read_record(path)
-    if not record or record.mtp_source is None:
+    named = ((record and record.donors) or {}).get("mtp")
+    if not record or named is None:
         return None
-    named = record.mtp_source
     if named.revision != "local":
         return open_source(named.name, revision=named.revision)
-    said = record.recipe.whole.get("mtp_source") or {}
-    folder = _folder_of(named, said.get("source", named.name), checkpoint)
+    recipe = record.recipe.whole
+    said = recipe.get("mtp_source") or recipe["from"]["mtp"]
+    folder = _folder_of(named, said["source"], checkpoint)
     if folder is None:
         return None
     return open_source(folder)

@@ -183,15 +183,12 @@ def _fates(rows: list[Json]) -> Iterator[list[str] | None]:
 def totals(plan: Plan) -> str:
     """A plan in one line: its source, tensors, bytes, shards and MTP layers."""
     source = plan.source
-    other = source.mtp_source
     line = (
         f"{source.where} ({source.revision}): {counted(len(plan.entries), 'tensor')} in, "
         f"{plan.num_outputs:,} out; "
         f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
         f"{counted(len(plan.shards), 'shard')}; {plan.view.drafter}"
     )
-    if other is not None:
-        line += f" of {other.where} ({other.revision})"
     if plan.is_draft_alone:
         line += f"; the block alone: {counted(plan.source.num_unread, 'other tensor')} left out"
     elif plan.keeps_shards:
@@ -276,7 +273,6 @@ def plan_json(plan: Plan) -> Json:
     calibration.
     """
     config = config_of(plan)
-    other = plan.source.mtp_source
     left = list(plan.source.left)
     if not plan.trust_remote_code:
         left = [*plan.source.code, *left]
@@ -295,8 +291,6 @@ def plan_json(plan: Plan) -> Json:
         **config.other_servers,
         "calibration": will_do_json(plan),
     }
-    if other is not None:
-        value["mtp_source"] = _named(other)
     for group, donor in plan.source.donors.items():
         given = {"bytes": plan.num_bytes_given[donor_files(group)]}
         value.setdefault("from", {})[group] = _named(donor) | given

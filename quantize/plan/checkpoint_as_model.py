@@ -192,7 +192,8 @@ def changed_recipe(
     source = with_donors(source, {group: open_source(place) for group, place in places.items()})
     donors = {}
     variant = "source"
-    for group, donor in source.donors.items():
+    for group in places:
+        donor = source.donors[group]
         donors[group] = {"source": donor.where, "revision": donor.revision}
         variant += f"-{group}-from-{model_name(donor.where)}"
     flat = {
@@ -242,7 +243,7 @@ def family_mapping(source: Source) -> Json:
         source=source.where,
         revision=source.revision,
     )
-    other = source.mtp_source
+    other = source.donors.get("mtp")
     if other is not None:
         raw["mtp_source"] = {"source": other.where, "revision": other.revision}
     return raw

@@ -499,7 +499,7 @@ def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
 
 
 def served_at(origins: Origins, entry: Entry) -> RuntimeView | None:
-    """What a server has of the checkpoint that a tensor is from; of an MTP source nobody asks."""
+    """What a server has of the checkpoint that a tensor is from."""
     return origins.get(origin_of(entry))
 
 

@@ -36,8 +36,7 @@ def as_written(plan: "Plan") -> Source:
     for shard in plan.shards:
         for entry in shard.entries:
             entries[entry.name] = entry
-    others = {"unindexed": {}, "donors": {}, "replaced": {}, "mtp_source": None}
-    return replace(plan.source, entries=entries, **others)
+    return replace(plan.source, entries=entries, unindexed={}, donors={}, replaced={})
 
 
 def edited_configs(plan: "Plan") -> Proposal:

@@ -20,7 +20,7 @@ from itertools import chain
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.proposal import Proposal
 from ...checkpoints.safetensors_file import Entry, total_bytes
-from ...checkpoints.source import DONOR_FILES, MTP_FILES, Source, origin_of
+from ...checkpoints.source import DONOR_FILES, Source, origin_of
 from ...checkpoints.stored import stored_weights, transposed_weights
 from ...recipes.conventions import (
     ALGORITHMS,
@@ -399,7 +399,7 @@ def _shards_of_source(plan: Plan) -> Iterator[Shard]:
     sizes = Counter(entry.file for entry in on_disk)
     for file, held in sorted(units.items()):
         stays = all(plan.stays(tensor) for tensor in chain(*held))
-        name = file.replace(MTP_FILES, "mtp-").removeprefix(DONOR_FILES).replace("/", "-")
+        name = file.removeprefix(DONOR_FILES).replace("/", "-")
         made = _shard(plan, name, held)
         is_whole = stays and made.file == file and len(made.outputs) == sizes[file]
         yield replace(made, is_link=is_whole)

@@ -41,7 +41,6 @@ from ...checkpoints.proposal import in_form_of, index_like
 from ...checkpoints.record import RECIPE, RECORD, Record, RecordedSource, read_record
 from ...checkpoints.source import (
     INDEX,
-    MTP_FILES,
     Source,
     donor_files,
     file_sizes,
@@ -183,7 +182,6 @@ def is_finished(plan: Plan, out: Path) -> bool:
         return False
     return (
         _is_same(source, record.source, file_sizes(source))
-        and _is_same(source.mtp_source, record.mtp_source, sizes_from(source, MTP_FILES))
         and all(
             _is_same(
                 donor, (record.donors or {}).get(group), sizes_from(source, donor_files(group))
@@ -283,9 +281,6 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
 def record_of(plan: Plan, calibration: Raw | None) -> Record:
     """What makes this checkpoint, without dates: the same input gives the same record."""
     source = plan.source
-    mtp_source = None
-    if source.mtp_source is not None:
-        mtp_source = _recorded(source.mtp_source, sizes_from(source, MTP_FILES))
     donors = {}
     for group, donor in source.donors.items():
         donors[group] = _recorded(donor, sizes_from(source, donor_files(group)))
@@ -297,7 +292,6 @@ def record_of(plan: Plan, calibration: Raw | None) -> Record:
             "keepmtp": __version__,
             "recipe": plan.recipe.model_dump(mode="json"),
             "source": _recorded(source, file_sizes(source)),
-            "mtp_source": mtp_source,
             "donors": donors or None,
             "calibration": dict(calibration or {}) or None,
             "tensors": dict(fates),

@@ -64,11 +64,12 @@ def test_the_block_is_that_of_the_other_folder_under_the_releases_names(made):
 def test_the_record_says_where_the_block_is_from(made):
     _, block, out = made
     record = read_record(out / RECORD)
-    assert record.source.name == "release" and record.mtp_source is not None
-    assert (record.mtp_source.name, record.mtp_source.revision) == ("block", "local")
+    assert record.source.name == "release" and record.donors is not None
+    donor = record.donors["mtp"]
+    assert (donor.name, donor.revision) == ("block", "local")
     opened = open_source(block)
     files = {entry.file for name, entry in opened.entries.items() if ".mtp." in name}
-    assert set(record.mtp_source.files) == files
+    assert set(donor.files) == files
 
 
 def test_a_finished_output_is_of_this_block_and_no_other(made):
@@ -179,6 +180,6 @@ def test_layers_that_continue_the_decoder_layers_keep_their_names(tmp_path):
     )
     assert set(joined.entries) == set(tensors)
     assert {entry.file for name, entry in joined.entries.items() if name in block} == {
-        "mtp_source/model.safetensors"
+        "from/mtp/model.safetensors"
     }
     assert check(joined).findings == ()

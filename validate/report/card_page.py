@@ -152,8 +152,11 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     record = facts.record
     source = record.source.name
     block = "its multi-token-prediction (MTP) block"
-    if record.mtp_source:
-        block = f"the multi-token-prediction (MTP) block of {code(record.mtp_source.name)}"
+    origin = code(source)
+    donor = (record.donors or {}).get("mtp")
+    if donor:
+        origin = code(donor.name)
+        block = f"the multi-token-prediction (MTP) block of {origin}"
     schemes = codes(facts.schemes())
     kept = "kept unquantized"
     if facts.schemes("mtp"):
@@ -163,9 +166,6 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
             kept += ", which still drafts for speculative decoding"
     says = f"{code(source)} quantized to {schemes or 'no scheme'} for vLLM, with {block} {kept}."
     if report.target:
-        origin = code(source)
-        if record.mtp_source:
-            origin = code(record.mtp_source.name)
         says = (
             f"The multi-token-prediction (MTP) block of {origin}, {kept}: a checkpoint "
             f"of its own, which vLLM serves as the draft of {code(report.target.path)}."
@@ -360,9 +360,6 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     source = code(record.source.name)
     if facts.compared != record.source.name:
         yield f"Figures are compared with those of {code(facts.compared)}, not of {source}."
-    if record.mtp_source:
-        name = f"{code(record.mtp_source.name)}, revision {code(record.mtp_source.revision)}"
-        yield f"The MTP block is not of {source}, but of {name}, with a license of its own."
     for group, donor in (record.donors or {}).items():
         name = f"{code(donor.name)}, revision {code(donor.revision)}"
         yield f"{code(group)} is not of {source}, but of {name}, with a license of its own."
@@ -432,8 +429,8 @@ def _command(facts: CardFacts) -> str:
     there.
     """
     words = ["keepmtp", "quantize", "recipe.yaml", "--source", facts.record.source.name]
-    if facts.record.mtp_source:
-        words += ["--mtp-source", facts.record.mtp_source.name]
+    if facts.record.recipe.whole.get("mtp_source"):
+        words += ["--mtp-source", (facts.record.donors or {})["mtp"].name]
     if facts.report.target:
         words += ["--draft-for", facts.report.target.path]
     return shell([*words, "--out", facts.name])
