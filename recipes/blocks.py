@@ -18,16 +18,7 @@ from .budget import read_budget
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES, TABLE_ROLES
 from .frozen import Json
-from .knobs import (
-    KNOBS,
-    AutoRoundKnobs,
-    AWQKnobs,
-    Contradiction,
-    Fraction,
-    Frozen,
-    GPTQKnobs,
-    Positive,
-)
+from .knobs import AutoRoundKnobs, Contradiction, Fraction, Frozen, Positive
 from .model_file import USUAL_AUTO
 from .schemes import SCHEMES, SWEEPS, meant_scheme
 
@@ -261,25 +252,17 @@ class Calibration(Texts):
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     # `checkpoint` lets the checkpoint's own Python build the model and encode conversations.
     model_code: Literal["transformers", "checkpoint"] = "transformers"
-    # The algorithm's knobs; without them, its defaults.
-    gptq: GPTQKnobs | None = None
-    awq: AWQKnobs | None = None
+    # With `algorithm: autoround`.
     autoround: AutoRoundKnobs | None = None
 
     @property
     def knobs(self) -> Json:
-        """What the recipe says to the algorithm's modifier; empty for its own defaults."""
-        knobs: Frozen | None = None
-        match self.algorithm:
-            case "gptq":
-                knobs = self.gptq
-            case "awq":
-                knobs = self.awq
-            case "autoround":  # whose defaults are ours
-                knobs = self.autoround or AutoRoundKnobs()
-        if knobs is None:
+        """What the algorithm's modifier is built with; empty for its own defaults."""
+        if self.algorithm != "autoround":
             return {}
-        return knobs.model_dump()
+        # Compiled layers have other last bits.
+        knobs = {"enable_torch_compile": False}
+        return (self.autoround or AutoRoundKnobs()).model_dump() | knobs
 
     @property
     def mix(self) -> tuple[TextsOfMix, ...]:
@@ -296,10 +279,9 @@ class Calibration(Texts):
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
         algorithm = self.algorithm
-        for key in KNOBS:
-            if key != algorithm and getattr(self, key) is not None:
-                cure = f"Remove {key}, or set algorithm: {key}"
-                yield f"{key} must come with algorithm: {key}", f"algorithm: {algorithm}", cure
+        if self.autoround is not None and algorithm != "autoround":
+            cure = "Remove autoround, or set algorithm: autoround"
+            yield "autoround must come with algorithm: autoround", f"algorithm: {algorithm}", cure
         if self.backend == "modelopt" and algorithm not in {"minmax", *SWEEPS}:
             cure = "Use algorithm: minmax, mse, four-over-six or local-hessian; or remove backend"
             yield f"{algorithm} is llm-compressor's", "backend: modelopt", cure

@@ -40,7 +40,7 @@ from .conventions import ALGORITHMS, Format
 from .errors import RecipeError, allowed_words, cure_of_key, did_you_mean, folded, plain_rule
 from .family import TABLE_ROLES
 from .frozen import Json, Raw
-from .knobs import KNOBS, Contradiction, Frozen
+from .knobs import AutoRoundKnobs, Contradiction, Frozen
 from .model_file import summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
 from .schemes import REWRITES, SCHEMES, SEARCHES
@@ -366,7 +366,7 @@ class Recipe(Frozen):
             changed["backbone"] = self._replaced({*SCHEMES, AUTO}, scheme)
             changed |= _NO_SEARCH
             if self.calibration is not None:
-                nearest = {"algorithm": "minmax", **dict.fromkeys(KNOBS)}
+                nearest = {"algorithm": "minmax", "autoround": None}
                 changed["calibration"] = self.calibration.model_copy(update=nearest)
         for key, word in changes.items():
             options.append(f"--set {key}={word}")
@@ -423,7 +423,7 @@ _PARTS: Mapping[str, type[BaseModel]] = {
     "calibration": Calibration,
     "also": TextsOfMix,
     "guard": Texts,
-    **KNOBS,
+    "autoround": AutoRoundKnobs,
     "overrides": Override,
     "mtp_auto": MtpAuto,
     "backbone_auto": BackboneAuto,

@@ -112,7 +112,7 @@ def test_only_what_changes_no_number_has_a_default():
     """What may be left out: exceptions, what only one word of `mtp` reads, the place of an MTP
     block most releases have themselves, what data may lack, consents that start as no. And what was
     no choice before: on whose tokens an expert is calibrated, who writes the held-out answers, how
-    attention is computed, whose code calibrates, and the algorithms' knobs.
+    attention is computed, whose code calibrates, and AutoRound's knob.
 
     And how the result is judged, which changes no byte of it: reports and cards print every field
     of that.
@@ -143,18 +143,15 @@ def test_schemes_that_depend_on_data(algorithm, experts, expected):
     assert recipe.calibrated_schemes() == expected
 
 
-def test_knobs_of_an_algorithm():
-    gptq = flat("gptq", {"calibration.gptq": {"actorder": None, "block_size": 64}})
-    knobs = gptq.calibration.knobs
-    assert knobs == {"actorder": None, "dampening_frac": 0.01, "block_size": 64}
-    awq = flat("awq", {"calibration.awq": {"duo_scaling": "both"}}).calibration
-    assert awq.knobs == {"n_grid": 20, "duo_scaling": "both"}
+def test_the_knob_of_autoround():
+    few = flat("autoround", {"calibration.autoround": {"iters": 64}})
+    assert few.calibration.knobs == {"iters": 64, "enable_torch_compile": False}
     assert flat("autoround", {}).calibration.knobs["iters"] == 200, "llm-compressor compiles"
     assert not flat("gptq", {}).calibration.knobs
-    written = gptq.model_dump(mode="json")["calibration"]["gptq"]
-    assert written == knobs, "the record, the fingerprint and recipe.yaml have them"
-    chosen = gptq.with_choices(scheme="NVFP4", mtp=None).calibration
-    assert chosen.algorithm == "minmax" and chosen.gptq is None
+    written = few.model_dump(mode="json")["calibration"]["autoround"]
+    assert written == {"iters": 64}, "the record, the fingerprint and recipe.yaml have it"
+    chosen = few.with_choices(scheme="NVFP4", mtp=None).calibration
+    assert chosen.algorithm == "minmax" and chosen.autoround is None
 
 
 def test_every_algorithm_of_a_recipe_has_its_schemes():

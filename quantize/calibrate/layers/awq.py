@@ -68,7 +68,7 @@ def rescaling(
     """
     modifier: Any = SmoothQuantModifier(resolved_mappings_=[], scales_={})
     if work.algorithm == "awq":
-        modifier = BoundedAWQ(**work.knobs)
+        modifier = BoundedAWQ()
         modifier._batches = batches
     for each in smoothings:
         smooth = model.get_submodule(each.smooth)

@@ -51,12 +51,11 @@ def gptq(model: Any, work: LayerWork) -> Iterator[None]:
     with hooked_before(dict.fromkeys(names, hessians.add)):
         yield
     hessians.finish()
-    order = work.knobs.get("actorder", "static")
     for module in names:
-        module.quantization_scheme.weights.actorder = order and ActivationOrdering(order)
+        module.quantization_scheme.weights.actorder = ActivationOrdering.STATIC
     observe_weights(model, work)
     # One at a time: in batches, as 0.14.0.1 does on GPUs, the bits depend on the free memory.
-    modifier = GPTQModifier(batched_quantization=None, **work.knobs)
+    modifier = GPTQModifier(batched_quantization=None)
     modifier._module_names = names
     rank = 0
     size = 1

@@ -123,9 +123,9 @@ def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
 
 def test_knobs_and_kernels_make_another_run(tmp_path, monkeypatch):
     """transformers takes kernels for its own functions as soon as they are installed."""
-    name = "tiny-glm4-moe.w4a16-gptq"
+    name = "tiny-glm4-moe.w4a16-autoround"
     real = metadata.version
-    other = prepared(small_recipe(tmp_path, name, gptq={"block_size": 64}))
+    other = prepared(small_recipe(tmp_path, name, autoround={"iters": 64}))
     plain = prepared(small_recipe(tmp_path, name))
     found = [fingerprint(*plain, 1), fingerprint(*other, 1)]
     monkeypatch.setattr(

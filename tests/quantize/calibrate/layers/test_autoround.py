@@ -12,7 +12,6 @@ import pytest
 import torch
 from keepmtp.quantize.calibrate.layers import autoround
 from keepmtp.recipes.errors import CheckpointError
-from keepmtp.recipes.knobs import AutoRoundKnobs
 from keepmtp.recipes.schemes import SCHEMES
 from layerwise import (
     GLM,
@@ -27,7 +26,7 @@ from layerwise import (
 )
 from torch import Tensor
 
-KNOBS = AutoRoundKnobs(iters=4, lr=0.01, batch_size=2).model_dump()
+KNOBS = {"iters": 4, "lr": 0.01, "batch_size": 2, "enable_torch_compile": False}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,6 @@ from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.hooks import hooked
 from keepmtp.recipes.errors import CheckpointError
-from keepmtp.recipes.knobs import AWQKnobs, GPTQKnobs
 from keepmtp.recipes.schemes import SCHEMES
 from layerwise import (
     GLM,
@@ -60,26 +59,24 @@ def num_modules(results: list) -> int:
 
 @pytest.mark.few(1, 5)
 @pytest.mark.parametrize(
-    "model, scheme, knobs",
+    "model, scheme",
     [
-        ("tiny-glm4-moe", "W4A16", {"actorder": None, "dampening_frac": 0.2, "block_size": 48}),
-        ("tiny-glm4-moe", "W4A16", {}),
-        ("tiny-qwen3_5", "W4A16", {}),
-        ("tiny-glm4-moe", "NVFP4", {}),
-        ("tiny-qwen3_5", "W8A8", {}),
-        ("tiny-glm4-moe", "W4A16_G32", {}),
-        ("tiny-glm4-moe", "W4A16_ASYM", {}),
+        ("tiny-glm4-moe", "W4A16"),
+        ("tiny-qwen3_5", "W4A16"),
+        ("tiny-glm4-moe", "NVFP4"),
+        ("tiny-qwen3_5", "W8A8"),
+        ("tiny-glm4-moe", "W4A16_G32"),
+        ("tiny-glm4-moe", "W4A16_ASYM"),
     ],
 )
-def test_gptq_equals_the_sequential_pipelines(model, scheme, knobs):
+def test_gptq_equals_the_sequential_pipelines(model, scheme):
     from llmcompressor.modifiers.gptq import GPTQModifier
 
     folder = MODELS / model
     ids = token_ids(samples=2)
-    given = GPTQKnobs(**knobs).model_dump()
-    modifier = GPTQModifier(config_groups=group_of(scheme), ignore=IGNORE, **given)
+    modifier = GPTQModifier(config_groups=group_of(scheme), ignore=IGNORE)
     model = sequential(folder, ids, [modifier])
-    _, results = layerwise(folder, ids, scheme, "gptq", knobs=given)
+    _, results = layerwise(folder, ids, scheme, "gptq")
     compared = assert_same(results, model, all_tensors=True)
     assert compared == num_modules(results) * len(SCHEMES[scheme].tensors(128, 128))
 
@@ -90,20 +87,18 @@ def group_of(scheme: str) -> dict:
 
 @pytest.mark.few(2, 6)
 @pytest.mark.parametrize(
-    "model, scheme, algorithm, knobs",
+    "model, scheme, algorithm",
     [
-        ("tiny-glm4-moe", "W4A16", "awq", {"n_grid": 5, "duo_scaling": False}),
-        ("tiny-glm4-moe", "W4A16", "awq", {"n_grid": 6, "duo_scaling": "both"}),
-        ("tiny-qwen3_5", "W4A16", "awq", {}),
-        ("tiny-glm4-moe", "W4A16", "awq", {}),
-        ("tiny-glm4-moe", "W4A16_ASYM", "awq", {}),
-        ("tiny-qwen3_5", "W8A8", "smoothquant", {}),
-        ("tiny-glm4-moe", "W8A8", "smoothquant", {}),
-        ("tiny-glm4-moe", "NVFP4", "awq", {}),
-        ("tiny-glm4-moe", "NVFP4", "smoothquant", {}),
+        ("tiny-qwen3_5", "W4A16", "awq"),
+        ("tiny-glm4-moe", "W4A16", "awq"),
+        ("tiny-glm4-moe", "W4A16_ASYM", "awq"),
+        ("tiny-qwen3_5", "W8A8", "smoothquant"),
+        ("tiny-glm4-moe", "W8A8", "smoothquant"),
+        ("tiny-glm4-moe", "NVFP4", "awq"),
+        ("tiny-glm4-moe", "NVFP4", "smoothquant"),
     ],
 )
-def test_smoothing_equals_the_sequential_pipelines(model, scheme, algorithm, knobs, monkeypatch):
+def test_smoothing_equals_the_sequential_pipelines(model, scheme, algorithm, monkeypatch):
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
@@ -113,13 +108,12 @@ def test_smoothing_equals_the_sequential_pipelines(model, scheme, algorithm, kno
     monkeypatch.setattr(IntermediatesCache, "pin_memory", Mock())
     folder = MODELS / model
     ids = token_ids(samples=2)
-    given = {} if algorithm == "smoothquant" else AWQKnobs(**knobs).model_dump()
-    _, results = layerwise(folder, ids, scheme, algorithm, knobs=given)
+    _, results = layerwise(folder, ids, scheme, algorithm)
     pairs = [(s.smooth, list(s.balance)) for result in results for s in result.smoothings]
     if algorithm == "awq":
         # Qwen3.5's own table is right; GLM's forgets the shared experts.
         own = None if folder == QWEN else [AWQMapping(smooth, balance) for smooth, balance in pairs]
-        smoother = AWQModifier(mappings=own, **given)
+        smoother = AWQModifier(mappings=own)
     else:  # one scale would unbalance INT8's experts
         routed = "model.layers.1.post_attention_layernorm"
         assert (routed in dict(pairs)) == (scheme == "NVFP4" or folder == QWEN)
