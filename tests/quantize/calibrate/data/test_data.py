@@ -342,6 +342,7 @@ def encode_messages(messages, thinking_mode, context=None):
 """
 
 
+@pytest.mark.usefixtures("child")
 def test_the_checkpoints_own_encoding_runs_only_where_the_recipe_says_so(tmp_path, source):
     """It then tells answers as a template does."""
     chat = talked(tmp_path)
@@ -421,6 +422,7 @@ def test_a_text_behind_a_prompt(is_within, rows, tmp_path, source):
     assert made.provenance["prompt_column"] == "asked"
 
 
+@pytest.mark.usefixtures("child")
 def test_the_shipped_text_begins_to_count_behind_its_questions():
     recipe = find_recipe("tiny-glm4-moe.nvfp4")[0]
     source = open_source(ROOT / recipe.source)
@@ -451,6 +453,7 @@ def test_what_is_refused(case, rows, source, monkeypatch):
     assert case["says"] in message and message.startswith("calibration.")
 
 
+@pytest.mark.usefixtures("child")
 def test_a_tokenizer_that_does_not_fit_its_model(rows, source):
     def said(**config) -> str:
         config = dict(source.config) | config
@@ -463,6 +466,7 @@ def test_a_tokenizer_that_does_not_fit_its_model(rows, source):
         assert "the model's tokenizer beside the weights; got " in said()
 
 
+@pytest.mark.usefixtures("child")
 def test_a_conversation_that_the_template_does_not_allow(tmp_path, source):
     template = "{{ raise_exception('roles must alternate') }}"
     message = refusal(talked(tmp_path), with_template(source, template))
@@ -528,6 +532,7 @@ def test_a_hub_dataset_is_streamed_and_gives_the_ids_of_a_local_copy(tmp_path, s
 HOSTILE = table("quantize/calibrate/data/hostile_tokenizers")
 
 
+@pytest.mark.usefixtures("child")
 @pytest.mark.parametrize("case", HOSTILE, ids=itemgetter("says"))
 def test_a_tokenizer_or_template_of_a_stranger(case, tmp_path, source, monkeypatch):
     """Whatever it does, it is done in a process with limits, and one sentence is said of it."""
