@@ -114,7 +114,7 @@ def answering(
     http = ThreadingHTTPServer(
         ("127.0.0.1", 0), partial(handler, answers=answers, fault=fault, asked=asked)
     )
-    threading.Thread(target=http.serve_forever, daemon=True).start()
+    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
     log.write_text(f"INFO started\n{OOM}\n")
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     address = f"http://127.0.0.1:{http.server_port}"

@@ -205,7 +205,8 @@ def serving(folder: Path) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, hub=hub))
     server.daemon_threads = True
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # Its end waits for the next look at whether it is to end.
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield hub
     finally:
