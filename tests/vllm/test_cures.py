@@ -18,7 +18,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.mtp.mtp_block import draft_steps
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure import cures
-from keepmtp.validate.measure.server import ServerFailed, server_environment, serving
+from keepmtp.validate.measure.server import server_environment, serving
 from real_vllm import GLM, NEEDS_VLLM, PLUGIN, QUIET, VLLM_PYTHON, in_vllm
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -173,12 +173,6 @@ def test_a_server_says_what_it_has_applied(made, tmp_path):
         assert server.complete("17 * 23 =", max_tokens=24).token_ids
         assert server.drafts().drafts > 20
         assert "step.draft_scales" in cures.in_words(server.log)
-    with (
-        pytest.raises(ServerFailed, match="IndexError"),
-        serving(find_vllm(), folder, k=1, log=tmp_path / "plain"),
-    ):
-        pass
-    assert cures.in_words(tmp_path / "plain") == ""
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure.cures import in_words
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import AcceptanceStation, Check
 from keepmtp.validate.report.report import verify
@@ -63,6 +64,7 @@ def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
     assert not run["loaded"] and "Error" in run["error"] and "Engine core" not in run["error"], run[
         "error"
     ]
+    assert in_words(Path(run["log"])) == ""
     loads = next(reason for reason in found["judgement"]["reasons"] if reason["gate"] == "loads")
     assert (
         run["error"].rstrip(".") in loads["says"]

@@ -24,7 +24,7 @@ EVIL = "re:([a-z0-9._]+)*!"
 DEEP = {"a": [{"b": {}}]}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def briefly(monkeypatch) -> None:
     """A pattern gets a part of its seconds; in a command, below, it gets all of them."""
     monkeypatch.setattr(match_clock, "MATCHING_SECONDS", 0.3)
@@ -91,7 +91,6 @@ def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
         assert [finding.rule for finding in report.findings] == ["config"], value
 
 
-@pytest.mark.usefixtures("briefly")
 @pytest.mark.few(2)
 @pytest.mark.parametrize("place", ["ignore", "config_groups/group_0/targets"])
 @pytest.mark.parametrize(
@@ -122,7 +121,6 @@ def test_a_regex_without_end_ends_every_verb(tmp_path, words):
     assert "would hang" in " ".join((done.stdout + done.stderr).split()), done.stdout + done.stderr
 
 
-@pytest.mark.usefixtures("briefly")
 def test_a_regex_outside_of_any_limit_ends_too():
     with pytest.raises(CheckpointError, match="would hang"):
         patterns.equal_or_regex("model.layers.0.mlp.experts.0.down_proj", EVIL)
@@ -146,14 +144,12 @@ def test_a_regex_that_is_none_is_an_error_that_names_it(tmp_path, entry):
     )
 
 
-@pytest.mark.usefixtures("briefly")
 def test_what_vllm_would_hang_on_is_not_loaded(tmp_path):
     """The dry load leaves out a checkpoint without a source (validate/dryload/check_on.py)."""
     folder = hostile(tmp_path, "mimo fp8", quantization("ignore", [EVIL]))
     assert checks.examine(folder).source is None
 
 
-@pytest.mark.usefixtures("briefly")
 def test_usual_patterns_do_not_come_near_the_limit(tmp_path):
     assert checked(tmp_path, "dsv4 published").ok
 
