@@ -32,9 +32,10 @@ from ...checkpoints.dialects.layouts import (
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.quark import Quark
 from ...checkpoints.dialects.runtime_view import Member, Module, RuntimeView, StoredView
+from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import OTHER_LEAVES, StoredWeight, scale_of
 from ...recipes.family import HFName, VLLMName
-from ...recipes.forms import E8M0, FORMS, FP8
+from ...recipes.forms import E8M0, FIRST_SCALES, FORMS, FP8
 from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import holds
 from ...recipes.tensor_parallel import Split, in_words, why_not
@@ -198,20 +199,30 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
             f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}",
             cured_by=cured_by,
         )
-    elif built.form in ("fp8_block", "mxfp4"):
+    else:
         yield from _scales_are_read(view, module, weight)
 
 
 def _scales_are_read(view: StoredView, module: Module, weight: StoredWeight) -> Objections:
-    """Scales of blocks and of MXFP4 that a kernel refuses (Fp2), or that vLLM reads as other
-    numbers.
+    """Scales that a kernel refuses (Fp2), or that vLLM reads as other numbers.
 
     vLLM 0.29 to 0.33 models/deepseek_v4/nvidia/{model,mtp,dspark}.py (load_weights) and
     quant_config.py (is_scale_e8m0); quantization/fp8.py for the parameters.
     """
     built = module.resolution.built
-    scale = scale_of(weight.parts)
     is_own = isinstance(view, RuntimeView) and bool(view.view.family.fp8_class)
+    in_bytes = list[Entry]()
+    if is_own and module.kind == "experts" and FORMS[built.form].scales != E8M0:
+        for leaf, part in weight.parts.items():
+            # The loader asks for "weight_scale" in the name, as it has it then.
+            if leaf in (*FIRST_SCALES, "weight_scale_2") and part.dtype == "F8_E8M0":
+                in_bytes.append(part)
+    if in_bytes:
+        scale = in_bytes[0]
+    elif built.form in ("fp8_block", "mxfp4"):
+        scale = scale_of(weight.parts)
+    else:
+        return
     severity = "error"
     in_powers = "Store the scales as F8_E8M0, with the weights rounded for them"
     cure = "Store the scales as F32"
@@ -221,7 +232,7 @@ def _scales_are_read(view: StoredView, module: Module, weight: StoredWeight) -> 
         severity = "warning"
         says = f"scales are {scale.dtype}: vLLM rounds them to powers of two in silence"
         cure = in_powers
-    elif is_own and module.kind == "experts" and scale.dtype == "F8_E8M0":
+    elif in_bytes:
         says = "experts' scales are F8_E8M0, whose bytes this loader puts into float32 as the "
         says += "numbers 0 to 255, in silence"
         cure += ": their numbers, not their bytes"

@@ -710,6 +710,17 @@ def test_block_scales_are_read_as_numbers_are_stored(tmp_path):
     assert examine(folder).data.findings == ()
 
 
+def test_a_scale_a_row_of_experts_is_no_exponent(tmp_path):
+    """What this loader does to scales of experts, it does in each form."""
+    built = partial(ours, "dsv4-flash-0731", "FP8_DYNAMIC", "FP8_DYNAMIC")
+    folder = write(tmp_path / "it", changed(built, retype(EXPERTS + "weight_scale", "F8_E8M0")))
+    findings = examine(folder).data.findings
+    assert [(found.rule, found.where.split(".")[0]) for found in findings] == [
+        ("scale-dtype", "layers"),
+        ("scale-dtype", "mtp"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("model", "scale", "dtype", "severities"),
     [
