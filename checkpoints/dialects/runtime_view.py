@@ -15,7 +15,7 @@ stacked in three dimensions, without `.weight` in their name.
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os.path import commonprefix
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from ..source import Source, small_object
 from ..stored import StoredWeight, stored_weights, transposed_weights
 from .choose import quantization_of, read_dialect
 from .compressed_tensors import CompressedTensors
-from .dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect
+from .dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect, VLLMModule
 from .given import Raw
 from .gptq import Gptq, scheme_of
 from .matching import FUSED, plain
@@ -150,7 +150,7 @@ class StoredView:
             return inner
         return self.source.config
 
-    @property
+    @cached_property
     def weights(self) -> Mapping[HFName, StoredWeight]:
         """Every weight that a loader following the index would see, by module on disk."""
         return self._grouped[0]
@@ -292,6 +292,18 @@ def _kind(weight: StoredWeight) -> str:
     return _NUMBER.sub("{}", weight.module)
 
 
+def of_bits(weight: StoredWeight, built: VLLMModule) -> StoredWeight:
+    """Integers with the bits that the config gives them: one scale a row leaves them open."""
+    is_open = weight.form == built.form == "int_packed" and "weight_g_idx" not in weight.parts
+    if not is_open:
+        return weight
+    num_rows, words = weight.weight.shape
+    shape = (num_rows, words * 32 // built.bits)
+    if shape == weight.shape:
+        return weight
+    return replace(weight, shape=shape, scheme="")
+
+
 def described(entry: Entry) -> StoredWeight:
     """A tensor of another kind as a plain weight."""
     return StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
@@ -378,12 +390,22 @@ class RuntimeView(StoredView):
         return read_dialect(self.source.config, self.hf_quant_config, "mtp", self.dtypes, self.vllm)
 
     @cached_property
+    def weights(self) -> Mapping[HFName, StoredWeight]:
+        """With the width that the config gives integers."""
+        weights = dict(self._grouped[0])
+        for module in self.modules:
+            for _, weight in module.members:
+                if weight.module in weights:
+                    weights[weight.module] = weight
+        return weights
+
+    @cached_property
     def placed(self) -> Mapping[HFName, Place]:
         """The place of each weight (by module) and of each other tensor (by name) that the family
         knows.
         """
         # The family's table is asked about the tensor that a module has in every form.
-        names = {module: HFName(f"{module}.weight") for module in self.weights}
+        names = {module: HFName(f"{module}.weight") for module in self._grouped[0]}
         names |= {entry.name: entry.name for entry in self.others}
         places = {key: self.view.place(name) for key, name in names.items()}
         return {key: place for key, place in places.items() if place is not None}
@@ -435,7 +457,7 @@ class RuntimeView(StoredView):
     @cached_property
     def modules(self) -> tuple[Module, ...]:
         """Every runtime module with weights on disk, where it is known what vLLM builds."""
-        weights = dict(self.weights)
+        weights = dict(self._grouped[0])
         for entry in self.others:
             place = self.placed.get(entry.name)
             if place is not None and place.row.stacked:
@@ -602,9 +624,11 @@ class RuntimeView(StoredView):
         module = Module(name, kind, part, shards, members, asks, plain())
         if place.role in family.loader.plain_alone and not module.is_plain:
             return module._replace(loads_quantized=False)
-        if asks:
-            return module._replace(resolution=self.resolve(asked, shards, kind, part))
-        return module
+        if not asks:
+            return module
+        answer = self.resolve(asked, shards, kind, part)
+        read = [Member(each.place, of_bits(each.weight, answer.built)) for each in members]
+        return module._replace(resolution=answer, members=tuple(read))
 
     @cached_property
     def _projections(self) -> list[str]:

@@ -101,7 +101,8 @@ class Decisions:
         name = HFName(f"{weight.module}.weight")
         served = served_at(self.origins, weight.weight)
         if served is not None:
-            weight = replace(weight, scheme=served.schemes.get(weight.module, ""))
+            shape = served.weights.get(weight.module, weight).shape
+            weight = replace(weight, shape=shape, scheme=served.schemes.get(weight.module, ""))
         kept = self._kept(name, tuple(weight.parts.values()), weight.shape)
         if kept is not None:
             return kept

@@ -284,9 +284,6 @@ def test_a_group_is_named_once(tmp_path):
     for twice in ("mtp", "experts"):
         with pytest.raises(KeepMTPError, match="names a group once"):
             plan_for(str(first), changes=[f"{twice}=from:{heavy}", f"{twice}=from:{block}"])
-    for value in ("kv_cache", "format"):
-        with pytest.raises(KeepMTPError, match=f"--set: {value} is a value, and no tensors"):
-            plan_for(str(first), changes=[f"{value}=from:{heavy}"])
     with pytest.raises(KeepMTPError, match=r"got experts=from:\. Write experts=VALUE"):
         plan_for(str(first), changes=["experts=from:"])
 

@@ -187,18 +187,22 @@ def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
     return checkpoint
 
 
-def integers(model: str, *, columns: int, has_zeros: bool = False) -> Checkpoint:
-    """4 bits in groups of so many columns, which no scheme has, under llm-compressor's config."""
+def integers(model: str, *, columns: int | None, has_zeros: bool = False) -> Checkpoint:
+    """4 bits in groups of so many columns, which no scheme has, or with a scale a row, under
+    llm-compressor's config.
+    """
     checkpoint = llmcompressor(model, "W4A16")
     for name in [*checkpoint.tensors]:
         if name.endswith("weight_packed"):
             rows, words = checkpoint.tensors[name][1]
             stem = name.removesuffix("_packed")
-            groups = words * 8 // columns
+            groups = words * 8 // (columns or words * 8)
             checkpoint.tensors[f"{stem}_scale"] = ("BF16", (rows, groups))
             if has_zeros:
                 checkpoint.tensors[f"{stem}_zero_point"] = ("I32", (rows // 8, groups))
     given = {"group_size": columns, "symmetric": not has_zeros}
+    if columns is None:
+        given["strategy"] = "channel"
     checkpoint.quantization["config_groups"]["group_0"]["weights"] |= given
     return checkpoint
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from ...checkpoints.dequantize import dequantize, refuse_other_order
 from ...checkpoints.dialects.dialect import Resolution
 from ...checkpoints.dialects.layouts import manner
-from ...checkpoints.dialects.runtime_view import Member, RuntimeView
+from ...checkpoints.dialects.runtime_view import Member, RuntimeView, of_bits
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import Source
 from ...checkpoints.stored import StoredWeight
@@ -278,13 +278,10 @@ def as_built(weight: StoredWeight, answer: Resolution) -> StoredWeight:
             return replace(weight, form="unknown")
     if built.block and weight.form == built.form == "fp8_block":
         return replace(weight, block=built.block)
-    if weight.form != built.form or not built.bits or weight.form == "awq":
-        return weight
-    words = weight.weight.shape[weight.form == "int_packed"]
-    num_rows, _ = weight.shape
-    if "weight_g_idx" in weight.parts:
-        return weight
-    return replace(weight, shape=(num_rows, words * 32 // built.bits))
+    if weight.form == built.form == "gptq":
+        words, num_rows = weight.weight.shape
+        return replace(weight, shape=(num_rows, words * 32 // built.bits))
+    return of_bits(weight, built)
 
 
 def _unstacked(entry: Entry, place: Place) -> Iterator[tuple[HFName, Member]]:

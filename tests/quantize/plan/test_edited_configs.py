@@ -9,7 +9,7 @@ import pytest
 from checkpoint_files import write
 from data_files import json_of
 from foreign_form import awq, gptq, in_hf_quant_config, modelopt
-from good import integers, nvfp4_experts, qwen_fp8, released
+from good import integers, llmcompressor, nvfp4_experts, qwen_fp8, released
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.check.check import check
@@ -22,9 +22,12 @@ CASES = {
     "native FP8": (qwen_fp8, "bf16", {"modules_to_not_convert"}),
     "W4 in groups of 64": (partial(integers, QWEN, columns=64), "FP8_DYNAMIC", None),
     "W4 g32 asymmetric": (partial(integers, QWEN, columns=32, has_zeros=True), "NVFP4A16", None),
+    "W4 by channel": (partial(integers, QWEN, columns=None), "source", set()),
     "W4 g64 experts": (partial(integers, "glm-4.7", columns=64), "FP8_BLOCK", None),
     "NVFP4 of V4": (nvfp4_experts, "source", set()),
-    "one algorithm": (partial(modelopt, "glm-4.7", "NVFP4"), "FP8_BLOCK", None),
+    "one algorithm": (partial(modelopt, "glm-4.7"), "FP8_BLOCK", None),
+    "targets by class": (partial(llmcompressor, QWEN, "FP8_DYNAMIC", "FP8_DYNAMIC"), "bf16", None),
+    "as it is": (partial(modelopt, "glm-4.7"), "source", set()),
     "GPTQ": (gptq, None, {"dynamic"}),
     "AWQ": (awq, None, {"modules_to_not_convert"}),
 }
@@ -79,7 +82,7 @@ def test_only_the_blocks_shard_is_written(tmp_path):
 
 def test_both_files_of_modelopt_say_it(tmp_path):
     """What only one of them has a word for stays."""
-    first = write(tmp_path / "first", in_hf_quant_config(modelopt("glm-4.7", "NVFP4")))
+    first = write(tmp_path / "first", in_hf_quant_config(modelopt("glm-4.7")))
     made, _ = plan_for(str(first), changes=["mtp=FP8_BLOCK"])
     said = made.edited.value("hf_quant_config.json", ("quantization",))
     assert said["quant_algo"] == "MIXED_PRECISION" and said["quantized_layers"]
@@ -100,11 +103,3 @@ def test_what_a_dialect_cannot_say_is_one_sentence(make, change, tmp_path):
         KeepMTPError, match=r"must have a word for .*--set format=compressed-tensors"
     ):
         plan_for(str(first), changes=[change], requantize=True)
-
-
-def test_the_recipe_makes_it_again(tmp_path):
-    first = write(tmp_path / "first", integers(QWEN, columns=64))
-    made, text = plan_for(str(first), changes=["mtp=FP8_DYNAMIC"])
-    (tmp_path / "recipe.yaml").write_text(text)
-    again, _ = plan_for(str(tmp_path / "recipe.yaml"), source=str(first))
-    assert again.tensors == made.tensors and again.edited.files() == made.edited.files()
