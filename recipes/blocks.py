@@ -343,11 +343,6 @@ class MtpTuned(Frozen):
     decay: Annotated[float, Field(gt=0, le=1)]
     # Module groups that are not trained, such as experts where memory is short.
     frozen: tuple[Group, ...] = ()
-    # Datasets that it is judged on besides the held-out text, one by one, and never trained on.
-    guard: tuple[Texts, ...] = ()
-    # How far the written weights are on the way from the released ones to the trained ones. null:
-    # as far as is best over all kinds of held-out text, and all the way where there is one kind.
-    share: Annotated[float, Field(gt=0, le=1)] | None = None
 
     def contradictions(self) -> Iterator[Contradiction]:
         if (self.learning_rate is None) == (self.relative_rate is None):

@@ -31,7 +31,6 @@ from .blocks import (
     Name,
     NameOrRegex,
     Override,
-    Texts,
     TextsOfMix,
     words_of,
 )
@@ -422,7 +421,6 @@ def _auto_in(format: Format) -> MtpAuto:
 _PARTS: Mapping[str, type[BaseModel]] = {
     "calibration": Calibration,
     "also": TextsOfMix,
-    "guard": Texts,
     "autoround": AutoRoundKnobs,
     "overrides": Override,
     "mtp_auto": MtpAuto,

@@ -67,10 +67,8 @@ def calibrate(
     no_block = refuse_mtp(plan)
     refuse_strange(folder, below=True)
 
-    tuned = plan.recipe.mtp_tuned
-
     def find() -> CalibrationData:
-        drawn = calibration_data(plan.calibration, plan.source, tuned.guard if tuned else ())
+        drawn = calibration_data(plan.calibration, plan.source)
         if plan.calibration.held_out_by == "model":
             return with_own_text(plan, drawn, folder, device=ranks.device)
         return drawn

@@ -70,11 +70,7 @@ def calibration_bytes(plan: Plan) -> int:
     calibration = plan.recipe.calibration
     if calibration is None or not plan.needs_batches:
         return 0
-    held_out = calibration.held_out
-    tuned = plan.recipe.mtp_tuned
-    if tuned is not None:  # each guard gives as many sequences
-        held_out *= 1 + len(tuned.guard)
-    sequences = 2 * held_out + calibration.samples
+    sequences = 2 * calibration.held_out + calibration.samples
     if plan.may_calibrate_mtp:
         sequences += calibration.samples
     if plan.recipe.is_searched:

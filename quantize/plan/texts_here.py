@@ -13,10 +13,10 @@ import json
 from pathlib import Path
 
 from ...checkpoints.safetensors_file import open_regular
+from ...recipes.blocks import Calibration, Texts
 from ...recipes.errors import RecipeError, did_you_mean
 from ...recipes.frozen import Raw
 from ...recipes.model_file import find_path
-from ...recipes.schema import Calibration, Texts
 from .plan import Plan
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -48,9 +48,6 @@ def refuse_texts(plan: Plan) -> None:
     both = calibration.samples + calibration.held_out
     for texts in calibration.mix:
         _refuse(texts, f"calibration.dataset {texts.dataset}", calibration, int(both * texts.share))
-    tuned = plan.recipe.mtp_tuned
-    for texts in tuned.guard if tuned else ():
-        _refuse(texts, f"mtp_tuned.guard {texts.dataset}", calibration, calibration.held_out)
 
 
 def file_of(texts: Texts, where: str) -> Path | None:

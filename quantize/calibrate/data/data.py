@@ -12,7 +12,7 @@ among each other, so that no batch and no process has one kind of text only.
 import hashlib
 import random
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from operator import itemgetter
@@ -30,9 +30,9 @@ from torch import Tensor
 from ....checkpoints.hub import dataset_commit
 from ....checkpoints.safetensors_file import open_regular
 from ....checkpoints.source import Source
+from ....recipes.blocks import Calibration, Texts
 from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.frozen import Json, Raw, frozen
-from ....recipes.schema import Calibration, Texts
 from ...plan.texts_here import READERS, SHORTER, file_of, refuse_columns
 from .tokenize import Answered, DataRow, Encoders, one_line
 
@@ -83,9 +83,7 @@ class CalibrationData:
         return found
 
 
-def calibration_data(
-    calibration: Calibration, source: Source, guard: Sequence[Texts] = ()
-) -> CalibrationData:
+def calibration_data(calibration: Calibration, source: Source) -> CalibrationData:
     """Read, draw, tokenize and cut.
 
     Rows follow one another, each as the tokenizer or the chat template begins and ends it, and are
@@ -98,8 +96,6 @@ def calibration_data(
     Args:
         calibration: a recipe's block.
         source: its files must be on this machine.
-        guard: datasets of held-out text alone: each gives as many sequences more as are held out,
-            of rows that none is calibrated on.
 
     Raises:
         RecipeError: the dataset, its split, its column or a row of it cannot be used, or it is too
@@ -113,20 +109,15 @@ def calibration_data(
     num_used = portions(calibration.samples, shares)
     num_held = portions(calibration.held_out, shares)
     drawn = []
-    calibrated_on: set[str] = set()
     with Encoders(source, may_run_code=calibration.model_code == "checkpoint") as encoding:
         for texts, own_used, own_held in zip(mix, num_used, num_held, strict=True):
             drawn.append(_draw(calibration, encoding, texts, own_used, own_held))
-            calibrated_on |= drawn[-1].sums
-        for texts in guard:
-            own_held = calibration.held_out
-            drawn.append(_draw(calibration, encoding, texts, 0, own_held, calibrated_on))
     numbers = []
     kinds = []  # the number of its dataset, for each held-out token
     for kind, own in enumerate(drawn):
         numbers += own.numbers + own.held_numbers
         kinds.append([kind] * len(own.held_ids))
-    ids = _laid_among([own.ids for own in drawn[: len(mix)]], length)
+    ids = _laid_among([own.ids for own in drawn], length)
     held_out_ids = _laid_among([own.held_ids for own in drawn], length)
     first = drawn[0].texts
     provenance: Json = {
@@ -146,11 +137,8 @@ def calibration_data(
         "ids_sha256": ids_sha256(ids),
         "held_out_ids_sha256": ids_sha256(held_out_ids),
     }
-    read = [own.texts.model_dump(mode="json") for own in drawn]
     if len(mix) > 1:
-        provenance["also"] = read[1 : len(mix)]
-    if guard:
-        provenance["guard"] = read[len(mix) :]
+        provenance["also"] = [own.texts.model_dump(mode="json") for own in drawn[1:]]
     written = None
     if any(own.says_who_wrote for own in drawn):
         written = _laid_among([own.written for own in drawn], length)
@@ -216,14 +204,9 @@ def _draw(
     texts: Texts,
     num_used: int,
     num_held: int,
-    elsewhere: Collection[str] | None = None,
 ) -> _Drawn:
-    """So many sequences of one dataset; of a guard with the sums of rows that are calibrated on
-    `elsewhere`.
-    """
+    """So many sequences of one dataset."""
     where = f"calibration.dataset {texts.dataset}"
-    if elsewhere is not None:
-        where = f"mtp_tuned.guard {texts.dataset}"
     length = calibration.sequence_length
     dataset, revision = open_split(texts, where)
     rows = _encoded(shuffled(rows_of(dataset, texts, where), calibration.seed), encoding, where)
@@ -241,7 +224,7 @@ def _draw(
             drawn.numbers.append(number)
             drawn.sums.add(digest)
             drawn.ids += ids
-        elif digest not in drawn.sums.union(elsewhere or ()):
+        elif digest not in drawn.sums:
             drawn.held_numbers.append(number)
             # Each sequence begins with a row of its own: what is too long for it is left out.
             place = len(drawn.held_ids) % length
@@ -254,17 +237,12 @@ def _draw(
             drawn.written += (written or [False] * len(own))[: len(own)]
             drawn.says_who_wrote |= written is not None
     del drawn.ids[num_used * length :]
-    if elsewhere is not None and not drawn.says_who_wrote:
-        drawn.written = [True] * len(drawn.held_ids)  # as where no dataset says it
     num_found = len(drawn.ids) // length + len(drawn.held_ids) // length
     if num_found < num_used + num_held:
         num_read = len(drawn.numbers) + len(drawn.held_numbers)
-        wanted = f"{num_used} + {num_held} sequences of {length} tokens (samples + held_out)"
-        if elsewhere is not None:
-            wanted = f"{num_held} sequences of {length} tokens of rows that are not trained on"
         raise RecipeError(
             where,
-            f"must hold {wanted}",
+            f"must hold {num_used} + {num_held} sequences of {length} tokens (samples + held_out)",
             got=f"{num_found}, from {num_read} different rows and {drawn.num_blank} blank ones",
             cure=SHORTER,
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, computed_field, model_validator
 
 from ....checkpoints.fact import Count, Fact, Figure, Share
-from ....recipes.schema import Texts, TextsOfMix
+from ....recipes.schema import TextsOfMix
 
 
 def _rounded(digits: int) -> BeforeValidator:
@@ -36,9 +36,9 @@ class DataFact(Fact):
 
     Attributes:
         also: other datasets of a mix, at the revisions that were read.
-        guard: datasets of held-out text alone, likewise.
     """
 
+    dropped = frozenset({"guard"})
     dataset: str
     dataset_revision: str
     subset: str
@@ -54,7 +54,6 @@ class DataFact(Fact):
     held_out_tokens: Count
     held_out_written_tokens: Count | None = None
     held_out_by: Literal["dataset", "model"] = "dataset"
-    guard: Annotated[tuple[Texts, ...], Field(max_length=100)] = ()
     row_numbers_sha256: str
     ids_sha256: str
     held_out_ids_sha256: str
@@ -214,22 +213,20 @@ class TunedFact(Fact):
     Attributes:
         policy, steps, batch_size, learning_rate, relative_rate, seed, loss, draft_steps: the
             recipe's; see `schema.MtpTuned`.
-        share: how far it is from the released weights to the trained ones.
         before, after: with the same schemes, as rounded from the release and as trained.
         gain: part of the untrained block's acceptance that the trained one has, the mean over the
             kinds of text, the least of all numbers of tokens a step; above 1 it is better.
-        gain_at_least: its lower limit, at `confidence` for all shares that were tried.
+        gain_at_least: its lower limit, at `confidence`.
         kinds: of text that it was judged on; none in older records, where there was one.
         chosen: the trained block is what is written.
     """
 
-    dropped = frozenset({"first_loss", "last_loss", "of_released", "of_released_at_least"})
+    dropped = frozenset({"first_loss", "last_loss", "of_released", "of_released_at_least", "share"})
     policy: str | Mapping[str, str]
     steps: Count
     batch_size: Count
     learning_rate: Figure | None = None
     relative_rate: Figure | None = None
-    share: Share = 1.0
     seed: Count
     loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
     draft_steps: Count
@@ -240,11 +237,6 @@ class TunedFact(Fact):
     kinds: Annotated[tuple[GainFact, ...], Field(max_length=101)] = ()
     confidence: Share
     chosen: bool
-
-    @property
-    def worst(self) -> float:
-        """The gain on the kind of text that gains least."""
-        return min((kind.gain for kind in self.kinds), default=self.gain)
 
     @property
     def says(self) -> str:
@@ -261,8 +253,7 @@ class TunedFact(Fact):
                 by_kind.append(f"{kind.kind} {kind.gain:.3f} ({limits})")
                 if kind.gain_at_most < 1 and not self.chosen:
                     end = ": it is worse on a kind, and the untrained block is what is written."
-            end += f" These are weights {self.share:.0%} of the way from the released ones to the "
-            end += f"trained ones. By kind: {'; '.join(by_kind)}."
+            end += f" By kind: {'; '.join(by_kind)}."
         else:
             named = ""
             if self.kinds and self.kinds[0].kind:

@@ -43,10 +43,6 @@ from .facts import CandidateFact, GainFact, KeptFact, MeasuredFact, MtpFact, Sid
 from .mtp_block import bound_block
 from .mtp_policy import PolicyResults, is_served_changed, num_blocks
 
-# Of the way from the released weights to the trained ones, where held-out text of several kinds
-# chooses.
-SHARES = (1.0, 0.75, 0.5, 0.25)
-
 
 def mtp_pass(
     plan: Plan,
@@ -262,10 +258,6 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
     It is written only if no kind of held-out text is shown to be drafted worse than by the same
     block untrained, and the mean of all kinds is shown to be drafted better.
 
-    What is learned on one kind costs the others. Of several kinds the text therefore chooses how
-    far the weights go from the released ones to the trained ones (M. Wortsman et al., "Robust
-    fine-tuning of zero-shot models", 2022), and the limits are those of as many tries.
-
     Raises:
         RecipeError: the loss is not finite, or a kind of text says nothing about this model.
     """
@@ -290,32 +282,19 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
                 cure="Raise calibration.held_out, or name another dataset",
             )
     own = {"steps", "batch_size", "learning_rate", "relative_rate", "seed", "loss", "draft_steps"}
-    shares: Sequence[float] = [settings.share or 1.0]
-    if settings.share is None and len(kinds) > 1:
-        shares = SHARES
-    judged = []
-    for share in shares:
-        at = settings
-        if share < 1:
-            at = settings.model_copy(update={"share": share})
-        tried = replace(plan, recipe=plan.recipe.model_copy(update={"mtp_tuned": at}))
-        after = results.measured(tried, report)
-        fact = TunedFact(
-            policy=settings.mtp,
-            **settings.model_dump(include=own),
-            share=share,
-            before=before.fact(),
-            after=after.fact(),
-            **gains(before, after, kinds, confidence, len(shares)),
-            confidence=confidence,
-        )
-        judged.append((fact, tried))
+    after = results.measured(plan, report)
     results.forget_training(plan)
-    # First that no kind is worse, then what is gained.
-    best, tuned = max(judged, key=lambda pair: (min(1.0, pair[0].worst), pair[0].gain))
-    if best.chosen:
-        return best, tuned
-    return best, untuned
+    fact = TunedFact(
+        policy=settings.mtp,
+        **settings.model_dump(include=own),
+        before=before.fact(),
+        after=after.fact(),
+        **gains(before, after, kinds, confidence),
+        confidence=confidence,
+    )
+    if fact.chosen:
+        return fact, plan
+    return fact, untuned
 
 
 def gains(
@@ -323,12 +302,8 @@ def gains(
     after: Acceptance,
     kinds: Mapping[str, Sequence[int]],
     confidence: float,
-    num_tries: int,
 ) -> Json:
-    """The figures of a `TunedFact`: of each kind, and of the mean over them, whose limit holds for
-    all of so many tries.
-    """
-    sure = 1 - (1 - confidence) / num_tries
+    """The figures of a `TunedFact`: of each kind, and of the mean over them."""
     facts = []
     gains_KN = []  # by kind, and by the number of tokens a step
     reaches_KN = []
@@ -348,7 +323,7 @@ def gains(
             )
         )
         gains_KN.append(of_kind)
-        reaches_KN.append(own.compared(theirs, sure)[1])
+        reaches_KN.append(reach)
     means = torch.stack(gains_KN).mean(dim=0)
     # Kinds have texts of their own, so their errors are independent.
     low = (means - torch.stack(reaches_KN).norm(dim=0) / len(kinds)).min()

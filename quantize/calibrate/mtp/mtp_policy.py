@@ -77,18 +77,13 @@ class PolicyResults:
         return self._kept(_key(plan), self.served, plan, progress)
 
     def forget_training(self, plan: Plan) -> None:
-        """Remove the state of a training that is done, once no share of it is to be made."""
+        """Remove the state of a training that is done."""
         if self.backbone.ranks.is_first:
             self._training(plan).unlink(missing_ok=True)
 
     def _training(self, plan: Plan) -> Path:
-        """The state of a training: the same for every share of the way."""
-        settings = plan.recipe.mtp_tuned
-        assert settings is not None
-        settings = settings.model_copy(update={"share": None, "guard": ()})
-        recipe = plan.recipe.model_copy(update={"mtp_tuned": settings})
-        key = _key(replace(plan, recipe=recipe))
-        return self.backbone.folder / "mtp" / f"{key}.training"
+        """The state of a training."""
+        return self.backbone.folder / "mtp" / f"{_key(plan)}.training"
 
     def statistics(self, plan: Plan) -> list[Path]:
         """The statistics of a policy that was measured: a file for each block."""

@@ -75,13 +75,10 @@ class Training:
         self._block = block
         self._given = InMemory({})
         self._masters: dict[str, Tensor] = {}
-        self._released: dict[str, Tensor] = {}  # where the written weights are not the trained ones
         for name, pieces in block.binding.items():
             if pieces[0].tensor.tuned:
                 value = block.get_parameter(name).detach()
                 self._masters[name] = value.float().clone()
-                if self.settings.share is not None:
-                    self._released[name] = value.to("cpu", copy=True)
         self._rates = rates_of(self._masters, self.settings)
         groups = [{"params": [master]} for master in self._masters.values()]
         self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0)
@@ -129,9 +126,6 @@ class Training:
                 if progress:
                     progress(step + 1)
         self._block.requires_grad_(False)
-        for name, released in self._released.items():
-            master = self._masters[name]
-            master.copy_(torch.lerp(released.to(master), master, self.settings.share or 1.0))
         return self._serve()
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from keepmtp.pipeline import plan_before_measuring
 from keepmtp.quantize.write.refusals import refusals
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import shipped_path
-from keepmtp.recipes.schema import Calibration, MtpTuned, Texts
+from keepmtp.recipes.schema import Calibration
 
 WRONG = table("quantize/plan/test_texts_here")["WRONG"]
 ROWS = [{"text": "four", "answer": "five"}] * 40
@@ -24,10 +24,10 @@ def said(tmp_path, monkeypatch):
     recipe, _ = find_recipe("tiny-glm4-moe.nvfp4")
     source = open_source(shipped_path("tiny-glm4-moe"))
 
-    def refused(tuned=None, **changed) -> list[str]:
+    def refused(**changed) -> list[str]:
         block = {"dataset": "rows.jsonl", "column": "text", "prompt_column": None} | changed
         block = Calibration.model_validate(recipe.calibration.model_dump() | block)
-        made = recipe.model_copy(update={"calibration": block, "mtp_tuned": tuned})
+        made = recipe.model_copy(update={"calibration": block})
         return refusals(plan_before_measuring(made, source))
 
     return refused
@@ -43,7 +43,3 @@ def test_text_that_it_could(said):
     few = {"samples": 4, "held_out": 1, "sequence_length": 64}  # 40 rows of four bytes and two ends
     assert said(**few) == []
     assert said(prompt_column="answer", chat=True) == [], "a template adds tokens"
-    guard = Texts(dataset="no.jsonl", dataset_revision="local", split="train", column="text")
-    tuned = MtpTuned.model_construct(guard=(guard,), mtp="bf16", draft_steps=1)
-    (sentence,) = said(**few, tuned=tuned)
-    assert sentence.startswith("mtp_tuned.guard no.jsonl: must be") and "no such file" in sentence

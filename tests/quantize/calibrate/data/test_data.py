@@ -21,9 +21,9 @@ from keepmtp.quantize.calibrate.data import data as module
 from keepmtp.quantize.calibrate.data import tokenize
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data, portions
 from keepmtp.quantize.calibrate.mtp.facts import DataFact
-from keepmtp.recipes.errors import KeepMTPError, RecipeError
+from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.recipes.schema import Calibration, Texts, TextsOfMix
+from keepmtp.recipes.schema import Calibration, TextsOfMix
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -259,51 +259,13 @@ def test_a_mix_is_each_dataset_by_its_share(rows, tmp_path, source):
     assert "must hold 3000 + 3 sequences of 8 tokens (samples + held_out)" in said
 
 
-def test_a_guard_is_held_out_text_alone(rows, tmp_path, source):
-    """As many sequences as are held out, of another dataset or of other rows of the same one; and
-    the twin, whose rows are all trained on, has none.
-    """
-    other = {"dataset": str(asked(tmp_path)), **LOCAL}
-    same = {"dataset": str(rows), **LOCAL}
-    given = calibration(rows)
-    alone = calibration_data(given, source)
-    made = calibration_data(
-        given, source, [Texts.model_validate(other), Texts.model_validate(same)]
-    )
-    assert torch.equal(made.ids, alone.ids) and len(made.held_out_ids) == 9
-    kinds = made.rows_of_kinds
-    assert alone.rows_of_kinds == {same["dataset"]: [0, 1, 2]}
-    assert {kind: len(found) for kind, found in kinds.items()} == {
-        same["dataset"]: 6,
-        other["dataset"]: 3,
-    }
-    assert (made.held_out_ids[kinds[other["dataset"]]] >= 4 + 200).any(-1).all()
-    assert not {*rows_of(made.ids)} & {*rows_of(made.held_out_ids[kinds[same["dataset"]]])}
-    assert [each.dataset for each in DataFact.model_validate(made.provenance).guard] == [
-        other["dataset"],
-        same["dataset"],
-    ]
-    assert "guard" not in alone.provenance
-    known = write(tmp_path / "known.jsonl", [texts()[row] for row in rows_of(made.ids)])
-    again = Texts.model_validate({"dataset": str(known), **LOCAL})
-    with pytest.raises(RecipeError) as caught:
-        calibration_data(given, source, [again])
-    said = str(caught.value)
-    assert said.startswith(
-        f"mtp_tuned.guard {known}: must hold 3 sequences of 8 tokens of rows that"
-    )
-    assert "are not trained on; got 0, from " in said
-
-
-def test_plain_text_beside_answers_counts_as_a_guard(rows, tmp_path, source):
-    """The twin is a part of a mix: what nothing says of its rows does not count."""
+def test_plain_text_beside_answers_does_not_count(rows, tmp_path, source):
+    """What nothing says of its rows."""
     chat = calibration(asked(tmp_path), prompt_column="query", chat=True)
     plain = {"dataset": str(rows), **LOCAL}
-    made = calibration_data(chat, with_template(source, CHATML), [Texts.model_validate(plain)])
-    own = made.rows_of_kinds[plain["dataset"]]
-    assert made.held_out_written[own].all() and not made.held_out_written.all()
     mixed = chat.model_copy(update={"also": (TextsOfMix(share=0.5, **plain),), "held_out": 4})
     made = calibration_data(mixed, with_template(source, CHATML))
+    assert made.held_out_written.any()
     assert not made.held_out_written[made.rows_of_kinds[plain["dataset"]]].any()
 
 
@@ -498,7 +460,7 @@ IN_ANOTHER_PROCESS = """
 import json, sys
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.schema import Calibration, Texts, TextsOfMix
+from keepmtp.recipes.blocks import Calibration, Texts, TextsOfMix
 for changes in ({}, {"split": "test"}, {"column": "txt"}, {"subset": "small"}):
     try:
         made = calibration_data(Calibration.model_validate_json(sys.argv[1]).model_copy(update=changes),
