@@ -200,7 +200,7 @@ def _stations(
     may be refused is refused here, before a server is started, which may take half an hour.
     """
     from ..checkpoints.record import read_record
-    from ..validate.measure import closeness, harness, probe, tasks
+    from ..validate.measure import closeness, harness, lossless, tasks
     from ..validate.measure.serve_check import AcceptanceStation, Check
     from ..validate.measure.texts import PROMPTS, held_out, read_prompts
 
@@ -219,7 +219,7 @@ def _stations(
         if "lossless" in chosen:
             depths = numbers("--depth", asked.depth or "0", least=0)
             for each in opened:
-                probe.refuse_depth(each, max(depths))
+                lossless.refuse_depth(each, max(depths))
         prompts = PROMPTS
         if asked.prompts is not None:
             prompts = tuple([item.text for item in read_prompts(asked.prompts).items])

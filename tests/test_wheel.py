@@ -85,7 +85,7 @@ def test_the_wheel_holds_one_package(built):
         api.py py.typed cli/main.py quantize/plan/plan.py recipes/families/glm4_moe.yaml
         recipes/calibrations.yaml recipes/models/dsv4-flash.yaml models/problems.jsonl
         models/docs.jsonl models/docs_license.txt models/tiny-docs/model-00002-of-00002.safetensors
-        validate/keepmtp_cures/step.py validate/measure/probe.yaml validate/dryload/failures.toml recipes/runtimes/vllm.json
+        validate/keepmtp_cures/step.py validate/measure/lossless.yaml validate/dryload/failures.toml recipes/runtimes/vllm.json
     """
     assert {f"keepmtp/{name}" for name in expected.split()} <= names
     assert not [name for name in names if "/train/" in name or "/tests/" in name]

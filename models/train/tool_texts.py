@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure.conversations import conversations
+from keepmtp.validate.measure.tool_calls import conversations
 from texts import EOS_ID, Batch, padded, trained
 from transformers import PreTrainedTokenizerFast
 

@@ -16,7 +16,7 @@ from keepmtp.validate.facts.probed import worse
 from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Served
 from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.measure import probe
+from keepmtp.validate.measure import lossless
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import AcceptanceStation, Check, ServeCheck
 from keepmtp.validate.report.gates import CHANCE, judge
@@ -35,9 +35,9 @@ def ids_of(text: str) -> list[int]:
 
 # The last bytes of all characters that are not ASCII, and those of the prompts.
 ENDS = [ids_of(chr(code))[-1] for code in range(0x80, 0xC0)]
-LAST = {ids_of(prompt)[-1] for prompt in probe.PROMPTS.values()}
+LAST = {ids_of(prompt)[-1] for prompt in lossless.PROMPTS.values()}
 # Of each script the first, as it is and as JSON: enough for the exact sign test.
-FIRST = {name: prompt for name, prompt in probe.PROMPTS.items() if " 1" in name}
+FIRST = {name: prompt for name, prompt in lossless.PROMPTS.items() if " 1" in name}
 # A sign of three bytes, of which no prompt has the second or third at its end.
 SIGN = next(
     sign
@@ -57,7 +57,7 @@ def remade(good: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) ->
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
-    monkeypatch.setattr(probe, "PROMPTS", FIRST)
+    monkeypatch.setattr(lossless, "PROMPTS", FIRST)
 
 
 @pytest.fixture(scope="module")

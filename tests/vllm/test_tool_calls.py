@@ -13,10 +13,10 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.measure.conversations import conversations
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.store import AnswersHeader, read_lines
 from keepmtp.validate.measure.tasks import Tasks
+from keepmtp.validate.measure.tool_calls import conversations
 from keepmtp.validate.report.gates import judge
 from real_vllm import NEEDS_VLLM, UNIPROC, measure
 

@@ -1,6 +1,7 @@
 """What one server answered to the probe: which answers have faults that English prose hardly shows.
 
-In: answers, which `validate/measure/probe.py` reads. Out: a `ProbeFact` for each depth, in a `Run`.
+In: answers, which `validate/measure/lossless.py` reads. Out: a `ProbeFact` for each depth, in a
+`Run`.
 
 Easy to get wrong: a model that repeats itself does so with MTP off, too. Only prompts on which one
 of two servers alone has a fault say anything.

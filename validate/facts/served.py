@@ -147,12 +147,16 @@ class Drafts(Fact):
         """The share of drafted tokens that were accepted, where any were drafted."""
         share = self.acceptance
         if share is not None:
-            # A draft of which two of three tokens were accepted is two thirds of a success.
-            num = self.drafts or self.draft_tokens / k
             length = figure(self.mean_accepted_length)
-            says = f"{share_of(share, num)} of {self.draft_tokens:,}, length {length}"
+            says = f"{share_of(share, self.trials(k))} of {self.draft_tokens:,}, length {length}"
             case = f"k={k}, {asked}"
             yield Row(metric="accepted", case=case, of=of, says=says, is_detail=is_detail)
+
+    def trials(self, k: int) -> float:
+        """Of acceptance: a later token is accepted only if all before it are, so the draft is the
+        trial, not the token. One of which two of three are accepted is two thirds of a success.
+        """
+        return self.drafts or self.draft_tokens / k
 
     def since(self, earlier: "Drafts") -> "Drafts":
         """These counters less earlier ones of the same server."""

@@ -1,10 +1,9 @@
 """What follows from the files of answers alone, as fields of a result.
 
-In: files whose answers are all there. Out: fields of an `EvaluatedFact`, a `DraftingFact` or a
-`ClosenessFact`.
+In: files whose answers are all there. Out: fields of an `EvaluatedFact` or a `ClosenessFact`.
 
-Easy to get wrong: another text with drafting is no fault by itself. And positions of one window of
-text are not independent, so every error is taken over windows.
+Easy to get wrong: positions of one window of text are not independent, so every error is taken over
+windows.
 """
 
 import math
@@ -14,9 +13,6 @@ from operator import attrgetter
 from typing import Any
 
 from ...recipes.frozen import Json
-from ..facts.binomial import sign_test
-from ..facts.evaluated import NOT_EMPTY, DraftingFact, SwitchFact
-from ..facts.paired import parted
 from ..facts.served import Role, counters, total
 from .store import ComparedFile, LineFile, Samples
 
@@ -62,43 +58,6 @@ def served(file: LineFile[Any, Any]) -> Json:
         return {}
     fullest = max(sittings, key=lambda sitting: len(sitting.reason))
     return {"as_served": fullest.as_served, "reason": fullest.reason}
-
-
-def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> DraftingFact:
-    """What drafting changed.
-
-    Args:
-        plain: finished answers with MTP off.
-        drafted: finished answers with MTP on, to the same questions.
-        filters: lm-eval's, of the task.
-    """
-    # A fault is one way of serving that is right more often than chance gives. vLLM issue 43559:
-    # 20 % fewer right answers with prefix caching; issue 43650: 18 of 39 against 39 of 39, many
-    # answers empty.
-    switches = [_switch(name, correct(plain, name), correct(drafted, name)) for name in filters]
-    switches.append(_switch(NOT_EMPTY, _has_text(plain), _has_text(drafted)))
-    # Greedy decoding promises the same text, but only up to rounding: a step of one token and a
-    # step of several are computed by other kernels, and where two tokens are nearly as likely, the
-    # last digit decides. So another text is counted, and is no fault by itself.
-    pairs = zip(plain.in_order(), drafted.in_order(), strict=True)
-    num_changed = sum([before.text != after.text for before, after in pairs])
-    return DraftingFact(switches=tuple(switches), num_changed=num_changed)
-
-
-def _has_text(samples: Samples) -> list[bool]:
-    """Of each answer, in the order of the questions."""
-    return [answer.text.strip() != "" for answer in samples.in_order()]
-
-
-def _switch(name: str, plain: Sequence[bool], drafted: Sequence[bool]) -> SwitchFact:
-    """One reading of the answers with MTP off and on."""
-    only_plain, only_drafting = parted(plain, drafted)
-    return SwitchFact(
-        reads=name,
-        only_plain=only_plain,
-        only_drafting=only_drafting,
-        chance=sign_test(only_plain, only_drafting),
-    )
 
 
 # --- closeness ------------------------------------------------------------------------------------

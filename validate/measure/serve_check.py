@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from ...recipes.frozen import frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, those, total
-from . import figures, probe
+from . import figures, lossless
 from .harness import Ask, Failures, Model, Setup, Work, as_hosted, drafted_by, room_for
 from .server import Server
 from .store import Continuation, ContinuationHeader, LineFile, ProbeHeader, open_lines
@@ -48,7 +48,7 @@ class AcceptanceStation:
 
     def works(self, model: Model) -> list[Work]:
         """What a checkpoint is still to be asked: at every k the prompts, at the first and the last
-        the probe.
+        the lossless.
 
         Raises:
             CheckpointError: outputs that cannot be read.
@@ -87,7 +87,7 @@ class AcceptanceStation:
                     break
                 continue
             run = _run(prompts.file, k, log, runs[:1])
-            probed = tuple([probe.counted(each.file) for each in probes])
+            probed = tuple([lossless.counted(each.file) for each in probes])
             runs.append(run.model_copy(update={"probed": probed}))
             how = figures.served(prompts.file)
         return Served(
@@ -98,7 +98,7 @@ class AcceptanceStation:
         )
 
     def _all(self, model: Model) -> list[Work]:
-        """For each k the prompts, then the probe."""
+        """For each k the prompts, then the lossless."""
         ks = sorted({drafted_by(model, k) for k in self.check.ks})
         works = []
         for k in ks:
@@ -110,10 +110,10 @@ class AcceptanceStation:
 
 
 def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = None) -> Work:
-    """The prompts for one server; or with a depth the probe."""
+    """The prompts for one server; or with a depth the lossless."""
     if depth is not None:
-        most = min(check.max_tokens, probe.MAX_TOKENS)
-        check = replace(check, prompts=(*probe.PROMPTS.values(),), max_tokens=most)
+        most = min(check.max_tokens, lossless.MAX_TOKENS)
+        check = replace(check, prompts=(*lossless.PROMPTS.values(),), max_tokens=most)
     header = ContinuationHeader(
         k=k,
         prompts=check.prompts,
@@ -123,8 +123,8 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
     )
     name = f"serve.{model.role}.k{k}"
     if depth is not None:
-        name = f"probe.{model.role}.k{k}.{depth}"
-        header = ProbeHeader(depth=depth, other_sha256=probe.OTHER.sha256, **dict(header))
+        name = f"lossless.{model.role}.k{k}.{depth}"
+        header = ProbeHeader(depth=depth, other_sha256=lossless.OTHER.sha256, **dict(header))
     warm = list[Output]()
     file = open_lines(setup.out, name, header)
 
@@ -132,7 +132,7 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
     def asking(server: Server) -> Iterator[Ask]:
         """The first prompt once for warming up, then each of them, timed."""
         most = min(_WARM_UP_TOKENS, check.max_tokens)
-        before = probe.text_before(server, depth or 0)
+        before = lossless.text_before(server, depth or 0)
         warm.append(server.complete(before + check.prompts[0], max_tokens=most))
 
         def ask(prompt: int) -> Continuation:
@@ -140,7 +140,7 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
             output = server.complete(before + check.prompts[prompt], max_tokens=check.max_tokens)
             seconds = time.monotonic() - start
             if depth is not None:
-                output = probe.joined(server, output)
+                output = lossless.joined(server, output)
             return Continuation(prompt=prompt, seconds=seconds, **dict(output))
 
         yield ask

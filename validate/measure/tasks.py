@@ -21,8 +21,7 @@ from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
 from ..facts.served import those
-from . import figures, lm_eval_task, tool_calls
-from .conversations import conversations
+from . import figures, lm_eval_task, lossless, tool_calls
 from .harness import (
     Failures,
     Model,
@@ -46,7 +45,7 @@ def questions_of(protocol: Evaluation) -> Questions:
         RecipeError: see `lm_eval_task.questions`.
     """
     if protocol.calls_tools:
-        return conversations(protocol)
+        return tool_calls.conversations(protocol)
     return lm_eval_task.questions(protocol)
 
 
@@ -231,7 +230,7 @@ def _task_fact(
         pairs.append(paired(name, before, after[name], **how))
     drafted = None
     if "plain" in files:
-        drafted = figures.drafting(files["plain"], files["checkpoint"], list(after))
+        drafted = lossless.drafting(files["plain"], files["checkpoint"], list(after))
     return TaskFact(
         protocol=protocol,
         dataset_sha256=questions.dataset_sha256,

@@ -63,10 +63,7 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
             if run.draft_tokens:
                 sources[run.k] = run
         # The largest k that both drafted with, else the largest of all.
-        run = serve.checkpoint.drafting[-1]
-        for each in serve.checkpoint.drafting:
-            if each.k in sources:
-                run = each
+        run = max(serve.checkpoint.drafting, key=lambda run: (run.k in sources, run.k))
         found.append(
             Drafted(
                 what=counted(len(serve.prompts), "prompt"),
@@ -78,9 +75,7 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
                 source=sources.get(run.k),
             )
         )
-    if len(found) == 2 and found[0].source is None and found[1].source:
-        found.reverse()
-    return found
+    return sorted(found, key=lambda one: one.source is None)
 
 
 def has_no_block(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> bool:

@@ -30,7 +30,7 @@ from ..facts.paired import one_sided
 from ..facts.probed import worse
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
-from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
+from ..facts.served import GAP_TOLERANCE, ServeCheck
 from .drafted import drafted, has_no_block
 from .settle import (
     Estimate,
@@ -248,18 +248,11 @@ def _acceptance(
         says = f"{where}, none of the source's own drafted tokens was accepted."
         return unmeasured("acceptance", says)
 
-    def trials(drafts: Drafts) -> float:
-        # A later token is accepted only if all before it are, so the draft is the trial, not the
-        # token: its accepted share is a value from 0 to 1. Drafts are taken as independent: within
-        # an answer that makes the bounds too near, between two models' answers to one question too
-        # far.
-        if drafts.drafts:
-            return drafts.drafts
-        return drafts.draft_tokens / measured.k
-
     def bounds(times: float) -> tuple[float, float]:
-        ours = times * trials(measured.checkpoint)
-        others = times * trials(source)
+        # Drafts are taken as independent: within an answer that makes the bounds too near, between
+        # two models' answers to one question too far.
+        ours = times * measured.checkpoint.trials(measured.k)
+        others = times * source.trials(measured.k)
         return ratio_limits(mine * ours, ours, theirs * others, others, gates.confidence)
 
     estimate = Estimate(
@@ -484,7 +477,6 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
 
 def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]:
     """The worse of both limits, and what was found for each; none where the recipe has no limit."""
-    found: list[ReasonFact] = []
     if gates.max_divergence is None and gates.max_flips is None:
         return
     if fact is None or fact.stderr is None:
@@ -503,47 +495,44 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
         return fact.divergence - near, fact.divergence + near
 
     flips = fact.flip_rate * fact.effective_tokens
-    if gates.max_divergence is not None:
-        also = ""
-        if not fact.is_exact:
-            also = (
-                f" It is a lower bound: {percent(fact.outside)} of the source's probability lies "
-                "on tokens that were compared as one."
-            )
-        estimate = Estimate(
-            value=fact.divergence,
-            bounds=around,
-            samples=fact.tokens,
-            unit="tokens",
-            says=f"On {fact.tokens:,} tokens of held-out text {nats(fact.divergence)} a token from "
-            "the source",
-            how="one-sided, over windows",
-            shown=nats,
-            also=also,
+    also = ""
+    if not fact.is_exact:
+        also = (
+            f" It is a lower bound: {percent(fact.outside)} of the source's probability lies on "
+            "tokens that were compared as one."
         )
-        found.append(settle("closeness", estimate, gates.max_divergence, gates, is_floor=False))
-    if gates.max_flips is not None:
-        estimate = Estimate(
-            value=fact.flip_rate,
-            bounds=lambda times: limits(
-                times * flips, times * fact.effective_tokens, gates.confidence
-            ),
-            samples=fact.tokens,
-            unit="tokens",
-            says=f"The first choice is another at {percent(fact.flip_rate)} of the tokens",
-            how=f"{BOUND}, as {fact.effective_tokens:,.0f} independent tokens",
-            shown=percent,
-        )
-        found.append(settle("closeness", estimate, gates.max_flips, gates, is_floor=False))
+    divergence = Estimate(
+        value=fact.divergence,
+        bounds=around,
+        samples=fact.tokens,
+        unit="tokens",
+        says=f"On {fact.tokens:,} tokens of held-out text {nats(fact.divergence)} a token from the "
+        "source",
+        how="one-sided, over windows",
+        shown=nats,
+        also=also,
+    )
+    flipped = Estimate(
+        value=fact.flip_rate,
+        bounds=lambda times: limits(times * flips, times * fact.effective_tokens, gates.confidence),
+        samples=fact.tokens,
+        unit="tokens",
+        says=f"The first choice is another at {percent(fact.flip_rate)} of the tokens",
+        how=f"{BOUND}, as {fact.effective_tokens:,.0f} independent tokens",
+        shown=percent,
+    )
+    found = list[ReasonFact]()
+    for estimate, most in ((divergence, gates.max_divergence), (flipped, gates.max_flips)):
+        if most is not None:
+            found.append(settle("closeness", estimate, most, gates, is_floor=False))
     # So many samples settle both; None where no number settles one of them.
-    needed = 0
-    for one in found:
-        if one.verdict == "infeasible" and needed is not None:
-            needed = None if one.needed is None else max(needed, one.needed)
+    needed = [one.needed or 0 for one in found if one.verdict == "infeasible"]
+    if 0 in needed:
+        needed = []
     says = " ".join([one.says for one in found])
     yield ReasonFact(
         gate="closeness",
         verdict=worst(found),
         says=says + not_its_own(fact.checkpoint.as_served),
-        needed=needed or None,
+        needed=max(needed, default=None),
     )

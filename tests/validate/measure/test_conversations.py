@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure.conversations import conversations
-from keepmtp.validate.measure.tool_calls import scores
+from keepmtp.validate.measure.tool_calls import conversations, scores
 from pydantic import ValidationError
 
 
@@ -27,11 +26,9 @@ def test_our_own_are_120_and_hold_what_breaks():
 
 def test_the_order_of_parallel_calls_does_not_matter():
     asked = conversations(Evaluation(task="tool-calls", limit=2))
-    malaga, lima = [
-        ["weather", json.dumps(call.arguments)] for call in asked.items[1].turns[0].wanted
-    ]
+    malaga, lima = [["weather", json.dumps(given)] for _, given in asked.items[1].turns[0].wanted]
     (first,) = asked.items[0].turns
-    (one,) = [["weather", json.dumps(call.arguments)] for call in first.wanted]
+    (one,) = [["weather", json.dumps(given)] for _, given in first.wanted]
     for calls, expected in (
         ([malaga, lima], True),
         ([lima, malaga], True),

@@ -9,8 +9,8 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts.probed import FAULTS, InAnswer
 from keepmtp.validate.facts.served import Output
-from keepmtp.validate.measure import probe
-from keepmtp.validate.measure.probe import PROMPTS, refuse_depth, seen_in
+from keepmtp.validate.measure import lossless
+from keepmtp.validate.measure.lossless import PROMPTS, refuse_depth, seen_in
 
 GLM = open_source(Path(__file__).parents[3] / "models" / "tiny-glm4-moe")
 GREEK = "η πόλη έχει μεγάλη ιστορία και πολλά μουσεία."
@@ -105,15 +105,15 @@ def test_what_was_held_back_is_joined(monkeypatch, tmp_path):
     with answering({}, tmp_path / "log") as (server, _):
         monkeypatch.setattr(type(server), "text_of", lambda _, tokens: "".join(map(chr, tokens)))
         whole = Output(token_ids=(*map(ord, "ab<eos>"),), text="ab")
-        assert probe.joined(server, whole) == whole
+        assert lossless.joined(server, whole) == whole
         broken = Output(token_ids=(ord("a"), 0xFFFD, 0xFFFD), text="a")
-        assert probe.joined(server, broken).text == "a\ufffd\ufffd"
+        assert lossless.joined(server, broken).text == "a\ufffd\ufffd"
 
 
 def test_the_other_text():
     """Long enough for the deepest probe, and no part of it twice; not a file of the folder that it
     is asked from.
     """
-    assert Path(probe.OTHER.path).is_absolute()
-    text = "\n\n".join(map(str, probe.OTHER.texts))
-    assert len(text) > 7 * 32_768 and len({*probe.OTHER.texts}) == len(probe.OTHER.texts)
+    assert Path(lossless.OTHER.path).is_absolute()
+    text = "\n\n".join(map(str, lossless.OTHER.texts))
+    assert len(text) > 7 * 32_768 and len({*lossless.OTHER.texts}) == len(lossless.OTHER.texts)

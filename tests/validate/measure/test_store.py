@@ -7,7 +7,8 @@ import pytest
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.served import total
-from keepmtp.validate.measure.figures import correct, drafting, finish
+from keepmtp.validate.measure.figures import correct, finish
+from keepmtp.validate.measure.lossless import drafting
 from keepmtp.validate.measure.store import (
     Answer,
     AnswersHeader,

@@ -19,11 +19,11 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.measure import harness, tool_calls
-from keepmtp.validate.measure.conversations import conversations
 from keepmtp.validate.measure.harness import Host, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import Questions
 from keepmtp.validate.measure.server import Server, ServerFailed
 from keepmtp.validate.measure.tasks import by_server, refuse_model, work_of
+from keepmtp.validate.measure.tool_calls import conversations
 from real_vllm import H100
 
 
