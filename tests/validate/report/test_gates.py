@@ -67,6 +67,11 @@ def asked(answers: dict[str, int] | None = None, **parts: Any) -> EvaluationFact
     return evaluation(Answers(**answers or {}), **parts)
 
 
+def of(both: int, only_source: int, only_checkpoint: int, neither: int) -> dict[str, int]:
+    """Answers."""
+    return locals()
+
+
 def two_tasks(
     first: dict[str, int] | None = None, platinum: dict[str, int] | None = None, **parts: Any
 ) -> EvaluationFact:
@@ -92,7 +97,11 @@ def turned(gate: str, title: str, says: str, usual: dict[str, ReasonFact], **mea
         assert found[other] == usual[other]
 
 
+ONE_WINDOW = "Not measured in two windows or more: `keepmtp eval CHECKPOINT --only closeness` does."
 LOADED_ONLY = judged()
+SERVED_ONLY = judged(serve=NATIVE)
+PACKED = "Served was a BF16 copy of the same weights: packed"
+ONLY_A_COPY = "Served was only a BF16 copy of the same weights."
 GOOD = judged(serve=NATIVE, evaluation=evaluation())
 
 
@@ -108,10 +117,7 @@ def test_nothing_measured_says_what_to_run():
         ("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does."),
         ("worst task", asks),
         ("speed", "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench"),
-        (
-            "closeness",
-            "Not measured in two windows or more: `keepmtp eval CHECKPOINT --only closeness` does.",
-        ),
+        ("closeness", ONE_WINDOW),
     ):
         assert found[gate].says.startswith(says)
 
@@ -204,7 +210,7 @@ NEAR_TIE = (FAR.model_copy(update={"gap": 0.1}),)
             "The server with k=2 did not come up: CUDA out of memory.",
         ),
         (altered("source", 0, loaded=False, error="dead"), "loads", "pass", "Its own bytes were"),
-        (reports.served(), "loads", "pass", "Served was only a BF16 copy of the same weights."),
+        (reports.served(), "loads", "pass", ONLY_A_COPY),
         (NATIVE, "acceptance", "not measured", "On 2 prompts with k=3: 78.17 %"),
         (
             reports.served(is_dead=True),
@@ -219,7 +225,7 @@ NEAR_TIE = (FAR.model_copy(update={"gap": 0.1}),)
 def test_servers(serve, gate, title, says):
     usual = {}
     if serve.checkpoint.as_served == "native":
-        usual = judged(serve=NATIVE)
+        usual = SERVED_ONLY
     turned(gate, title, says, usual, serve=serve)
 
 
@@ -237,7 +243,7 @@ def test_servers(serve, gate, title, says):
 )
 def test_drafts_are_trials(mine, theirs, of, title, says):
     serve = reports.accepting(mine, theirs, of)
-    turned("acceptance", title, says, judged(serve=NATIVE), serve=serve)
+    turned("acceptance", title, says, SERVED_ONLY, serve=serve)
 
 
 @pytest.mark.parametrize(
@@ -278,25 +284,28 @@ def probe(
     return (ProbeFact(depth=depth, seen=seen),)
 
 
+CLEAN, FAULTY, ONE = probe(), probe(SIXTEEN), probe(SIXTEEN[:1])
+
+
 @pytest.mark.parametrize(
     "source, plain, on, verdict, says",
     [
-        (probe(), probe(), probe(), "pass", NO_FAULT),
+        (CLEAN, CLEAN, CLEAN, "pass", NO_FAULT),
         # 2 / 2**11 is below a thousandth, 2 / 2**10 is not.
-        (probe(), probe(), probe(SIXTEEN[:11]), "regression", "11 answers with MTP on alone have"),
-        (probe(), probe(), probe(SIXTEEN[:10]), "pass", "0.002), no more than chance gives."),
-        (probe(), probe(SIXTEEN), probe(), "regression", "16 answers of the checkpoint alone have"),
-        (probe(SIXTEEN), probe(SIXTEEN), probe(SIXTEEN), "pass", NO_FAULT),
-        (probe(SIXTEEN), probe(), probe(), "pass", NO_FAULT),
+        (CLEAN, CLEAN, probe(SIXTEEN[:11]), "regression", "11 answers with MTP on alone have"),
+        (CLEAN, CLEAN, probe(SIXTEEN[:10]), "pass", "0.002), no more than chance gives."),
+        (CLEAN, FAULTY, CLEAN, "regression", "16 answers of the checkpoint alone have"),
+        (FAULTY, FAULTY, FAULTY, "pass", NO_FAULT),
+        (FAULTY, CLEAN, CLEAN, "pass", NO_FAULT),
         (
             probe(SIXTEEN[1:]),
-            probe(SIXTEEN[:1]),
-            probe(SIXTEEN[:1]),
+            ONE,
+            ONE,
             "pass",
             "1 answer of the checkpoint alone has a fault of characters (Greek), and 15 the other "
             "way round (exact sign test: 1), no more than chance gives.",
         ),
-        (probe(), probe(), probe(SIXTEEN[:1]), "pass", "1 answer with MTP on alone has a fault"),
+        (CLEAN, CLEAN, ONE, "pass", "1 answer with MTP on alone has a fault"),
         (
             probe(depth=8000),
             probe(depth=8000),
@@ -318,7 +327,7 @@ def test_the_probe(source, plain, on, verdict, says):
     first = altered("source", 0, probed=source).source
     found = judged(serve=serve.model_copy(update={"checkpoint": own, "source": first}))["probe"]
     assert found.verdict == verdict and says in found.says
-    assert "probe" not in judged(serve=NATIVE), "where it was not asked"
+    assert "probe" not in SERVED_ONLY, "where it was not asked"
     none = serve.model_copy(update={"checkpoint": own.model_copy(update={"runs": ()})})
     assert "probe" not in judged(serve=none), "a file without servers is nobody's fault"
 
@@ -339,10 +348,10 @@ def test_a_source_that_was_not_asked_leaves_both_unmeasured():
 
 def test_what_a_copy_gave_is_said_to_be_of_a_copy():
     found = judged(evaluation=asked(checkpoint=COPIED))
-    assert found["loads"].says.endswith("Served was only a BF16 copy of the same weights.")
+    assert found["loads"].says.endswith(ONLY_A_COPY)
     for gate in ("acceptance", "gsm8k"):
         assert found[gate].verdict == "pass"
-        assert "Served was a BF16 copy of the same weights: packed" in found[gate].says
+        assert PACKED in found[gate].says
 
 
 @pytest.mark.parametrize(
@@ -360,7 +369,7 @@ def test_what_a_copy_gave_is_said_to_be_of_a_copy():
             "flexible-extract: the source itself gets 1.51 %, so a drop of 2 points could not be",
         ),
         (
-            {"both": 50, "only_source": 4, "only_checkpoint": 2, "neither": 44},
+            of(50, 4, 2, 44),
             "not measured",
             "a drop of 2 points, at most 7.24 points at 95 % confidence (one-sided, "
             "Clopper-Pearson, paired); at most 2 points is asked for. It is so near the limit",
@@ -430,10 +439,10 @@ def test_without_a_parsed_call_nothing_is_known_of_calls():
     turned("gsm8k", "pass", "", {}, evaluation=fact.model_copy(update={"num_calls": 1}))
 
 
-WELL = {"both": 900, "only_source": 8, "only_checkpoint": 8, "neither": 84}
-BADLY = {"both": 600, "only_source": 60, "only_checkpoint": 10, "neither": 330}
-FEW = {"both": 90, "only_source": 1, "only_checkpoint": 1, "neither": 8}
-NOTHING = {"both": 0, "only_source": 0, "only_checkpoint": 5, "neither": 95}
+WELL = of(900, 8, 8, 84)
+BADLY = of(600, 60, 10, 330)
+FEW = of(90, 1, 1, 8)
+NOTHING = of(0, 0, 5, 95)
 NOT_ASKED = "gsm8k_platinum: not asked, or the source gets nothing right. `keepmtp eval CHECKPOINT"
 
 
@@ -556,12 +565,9 @@ def test_closeness(limits, title, says, tmp_path):
 def test_closeness_of_one_window_and_of_a_copy(tmp_path):
     gates = Gates(max_divergence=0.02)
     one = stations.closeness(tmp_path, num_windows=1)
-    missing = (
-        "Not measured in two windows or more: `keepmtp eval CHECKPOINT --only closeness` does."
-    )
-    turned("closeness", "not measured", missing, LOADED_ONLY, closeness=one, gates=gates)
+    turned("closeness", "not measured", ONE_WINDOW, LOADED_ONLY, closeness=one, gates=gates)
     copied = stations.closeness(tmp_path, as_served=COPY)
-    says = "compared as one. Served was a BF16 copy of the same weights: packed"
+    says = f"compared as one. {PACKED}"
     turned("closeness", "pass", says, LOADED_ONLY, closeness=copied, gates=gates)
 
 
@@ -587,8 +593,8 @@ def test_a_server_of_its_own_bytes_is_a_load(measured, title, says):
 @pytest.mark.parametrize(
     "answers, verdict",
     [
-        ({"both": 20, "only_source": 3, "only_checkpoint": 3, "neither": 14}, "pass"),
-        ({"both": 20, "only_source": 5, "only_checkpoint": 2, "neither": 14}, "regression"),
+        (of(20, 3, 3, 14), "pass"),
+        (of(20, 5, 2, 14), "regression"),
     ],
 )
 def test_the_needed_number_is_one_that_settles_it(answers, verdict):
