@@ -132,6 +132,9 @@ class Decisions:
                 reason += ", scales renamed"
             return self._staying(weight, place, weight.scheme, reason)
         if word == "source" and not place.row.why_kept:
+            is_said = not weight.scheme and place.row.loads_quantized
+            if self.recipe.keeps_config and is_said:  # or the edit refuses it
+                return self._as_it_is(weight, place, reason)
             raise RecipeError(
                 self._group(place),
                 f"`source` needs a form that {self.recipe.format} can say",
@@ -340,7 +343,7 @@ class Decisions:
         if "weight_g_idx" in weight.parts:  # which says how wide it is, and what group a column has
             is_foreign_integer = False
         is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
-        is_unknown = weight.form in (*NOT_COMPUTED, "mxfp8")
+        is_unknown = weight.form in NOT_COMPUTED
         if weight.form in TRANSPOSED and weight.scheme:
             is_unknown = False
         rule = (

@@ -94,11 +94,14 @@ def _changes(plan: "Plan", tensor: TensorPlan) -> bool:
 
 def _unsaid(plan: "Plan", view: RuntimeView, module: Module, scheme: str | None) -> RecipeError:
     form = scheme or module.members[0].weight.form
+    cure = "Choose another form"
+    if not isinstance(view.dialect, CompressedTensors):
+        cure += ", or add --set format=compressed-tensors"
     return RecipeError(
         plan.recipe.name,
         f"{plan.source.where} is in {view.dialect.name}, which must have a word for what changes",
         got=f"none that gives {form} to {module.name} and leaves all else",
-        cure="Choose another form, or add --set format=compressed-tensors",
+        cure=cure,
     )
 
 

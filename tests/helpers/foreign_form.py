@@ -154,6 +154,19 @@ def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Che
     return checkpoint
 
 
+def mxfp8_block() -> Checkpoint:
+    """NVFP4, with the MTP block in MXFP8: FP8, and a power of two for 32 inputs."""
+    checkpoint = modelopt("glm-4.7", mtp="FP8")
+    for row in checkpoint.quantization["quantized_layers"].values():
+        if row["quant_algo"] == "FP8":
+            row["quant_algo"] = "MXFP8"
+    for name, (dtype, shape) in [*checkpoint.tensors.items()]:
+        if dtype == "F8_E4M3" and name.endswith(".weight"):
+            checkpoint.tensors[f"{name}_scale"] = ("U8", (shape[0], shape[1] // 32))
+            del checkpoint.tensors[f"{name.removesuffix('.weight')}.input_scale"]
+    return checkpoint
+
+
 def mixed_in_two_files(*, here: list[str], there: list[str]) -> Checkpoint:
     """MIXED_PRECISION with quantized_layers in hf_quant_config.json alone, and a list of exceptions
     in each file.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from checkpoint_files import write
 from data_files import json_of
-from foreign_form import awq, gptq, in_hf_quant_config, modelopt
-from good import integers, llmcompressor, nvfp4_experts, qwen_fp8, released
+from foreign_form import awq, gptq, in_hf_quant_config, modelopt, mxfp8_block
+from good import integers, llmcompressor, nvfp4_experts, outputs_of, qwen_fp8, released
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.check.check import check
@@ -26,6 +26,7 @@ CASES = {
     "W4 g64 experts": (partial(integers, "glm-4.7", columns=64), "FP8_BLOCK", None),
     "NVFP4 of V4": (nvfp4_experts, "source", set()),
     "one algorithm": (partial(modelopt, "glm-4.7"), "FP8_BLOCK", None),
+    "MXFP8": (mxfp8_block, "bf16", None),
     "targets by class": (partial(llmcompressor, QWEN, "FP8_DYNAMIC", "FP8_DYNAMIC"), "bf16", None),
     "as it is": (partial(modelopt, "glm-4.7"), "source", set()),
     "GPTQ": (gptq, None, {"dynamic"}),
@@ -67,6 +68,13 @@ def test_what_does_not_change_is_not_looked_at(name, tmp_path):
     assert {each.key for each in check(out).findings} <= {
         each.key for each in check(first).findings
     }
+
+
+def test_a_block_in_a_form_that_no_scheme_has_is_taken(tmp_path):
+    """MXFP8, which modelopt has a word for."""
+    change = f"mtp=from:{write(tmp_path / 'block', mxfp8_block())}"
+    made, _ = plan_for(str(write(tmp_path / "first", modelopt("glm-4.7"))), changes=[change])
+    assert not check(write(tmp_path / "out", outputs_of(made))).findings
 
 
 def test_only_the_blocks_shard_is_written(tmp_path):
