@@ -48,7 +48,7 @@ class AcceptanceStation:
 
     def works(self, model: Model) -> list[Work]:
         """What a checkpoint is still to be asked: at every k the prompts, at the first and the last
-        the lossless.
+        the probe.
 
         Raises:
             CheckpointError: outputs that cannot be read.
@@ -98,7 +98,7 @@ class AcceptanceStation:
         )
 
     def _all(self, model: Model) -> list[Work]:
-        """For each k the prompts, then the lossless."""
+        """For each k the prompts, then the probe."""
         ks = sorted({drafted_by(model, k) for k in self.check.ks})
         works = []
         for k in ks:
@@ -110,7 +110,7 @@ class AcceptanceStation:
 
 
 def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = None) -> Work:
-    """The prompts for one server; or with a depth the lossless."""
+    """The prompts for one server; or with a depth the probe."""
     if depth is not None:
         most = min(check.max_tokens, lossless.MAX_TOKENS)
         check = replace(check, prompts=(*lossless.PROMPTS.values(),), max_tokens=most)

@@ -429,8 +429,9 @@ def _command(facts: CardFacts) -> str:
     there.
     """
     words = ["keepmtp", "quantize", "recipe.yaml", "--source", facts.record.source.name]
-    if facts.record.recipe.whole.get("mtp_source"):
-        words += ["--mtp-source", (facts.record.donors or {})["mtp"].name]
+    donor = (facts.record.donors or {}).get("mtp")
+    if donor and facts.record.recipe.whole.get("mtp_source"):
+        words += ["--mtp-source", donor.name]
     if facts.report.target:
         words += ["--draft-for", facts.report.target.path]
     return shell([*words, "--out", facts.name])
