@@ -226,7 +226,8 @@ def _is_older(plan: Plan, made_ns: int) -> bool:
     newest = 0
     for state in states:
         newest = max(newest, state.mtime_ns)
-        if state.num_links == 1:  # a link changes the ctime, whoever made it
+        # A link changes the ctime, whoever made it.
+        if not plan.keeps_shards and state.num_links == 1:
             newest = max(newest, state.ctime_ns)
     return newest < made_ns
 

@@ -211,14 +211,14 @@ def _scales_are_read(view: StoredView, module: Module, weight: StoredWeight) -> 
     """
     built = module.resolution.built
     is_own = isinstance(view, RuntimeView) and bool(view.view.family.fp8_class)
-    in_bytes = list[Entry]()
+    in_bytes: Entry | None = None
     if is_own and module.kind == "experts" and FORMS[built.form].scales != E8M0:
         for leaf, part in weight.parts.items():
             # The loader asks for "weight_scale" in the name, as it has it then.
             if leaf in (*FIRST_SCALES, "weight_scale_2") and part.dtype == "F8_E8M0":
-                in_bytes.append(part)
+                in_bytes = part
     if in_bytes:
-        scale = in_bytes[0]
+        scale = in_bytes
     elif built.form in ("fp8_block", "mxfp4"):
         scale = scale_of(weight.parts)
     else:
