@@ -304,7 +304,6 @@ def compare(
     places: Sequence[str | Path],
     *,
     source: str | None = None,
-    rows: int = 1024,
     progress: Say = silent,
     **loads: Any,
 ) -> "Comparison":
@@ -313,9 +312,8 @@ def compare(
 
     Args:
         places: folders or Hub ids.
-        source: the release; a sample of its rows is compared with theirs. Needs the `quantize`
+        source: the release; a sample of its weights is compared with theirs. Needs the `quantize`
             extra.
-        rows: of each group that are compared.
         progress: is called with what is done now.
         loads: as for `check_all`; by default no vLLM loads them.
 
@@ -325,7 +323,7 @@ def compare(
     from .validate.report import comparison
 
     checked = check_all(places, progress=progress, **loads)
-    return comparison.compare(checked, source=source, rows=rows, progress=progress)
+    return comparison.compare(checked, source=source, progress=progress)
 
 
 def report(path: str | Path) -> "Report":

@@ -6,9 +6,8 @@ JSON.
 
 from collections.abc import Iterator
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import RenderableType
 
 from .check import ServerOptions
@@ -32,7 +31,6 @@ _COLUMN = 20  # characters of a line that the names of rows take, and that a che
 def compare(
     paths: PathsArgument,
     source: SourceOption = None,
-    rows: Annotated[int, typer.Option(min=128, help="Rows of each group to compare.")] = 1024,
     gpus: GpusOption = None,
     tps: TpsOption = None,
     versions: VLLMsOption = None,
@@ -45,8 +43,9 @@ def compare(
     of vLLM load it by the rules of the static check. With --gpu, vLLM's own classes load each one
     too, which takes a minute each; --vllm names versions as for `keepmtp check`.
 
-    With --source, a sample of rows of each group is dequantized and compared with the release's. Of
-    a repository, headers and these rows are fetched by range requests, and nothing else.
+    With --source, the weights that `keepmtp check --values` samples are compared with the
+    release's. Of a repository, headers and these weights are fetched by range requests, and nothing
+    else.
 
     Where a checkpoint has a NAME.report of the same bytes, its scores, divergence, acceptance and
     speed are shown.
@@ -65,7 +64,7 @@ def compare(
     with spinner() as doing, stopped_by_signals():
         if "gpus" not in loads:
             doing("reading headers")
-        found = api.compare(paths, source=source, rows=rows, progress=doing, **loads)
+        found = api.compare(paths, source=source, progress=doing, **loads)
     answer(found, _parts(found), as_json=as_json)
 
 

@@ -75,6 +75,7 @@ WENT: Mapping[str, str] = {
     "gate": "Use keepmtp eval PATH --only gates",
     "check --html": "Use keepmtp check PATH --json, or card",
     "compare --out": "Use keepmtp compare --json",
+    "compare --rows": "Leave it out",
     "eval --run-model-code": "Run humaneval by lm-eval itself, against keepmtp serve",
     "eval --no-plain": "Leave lossless out of --only",
     **dict.fromkeys(

@@ -1,5 +1,5 @@
 """`keepmtp compare` as people type it: two columns on 80, a line of JSON, refusals; and a
-repository, of which headers and sampled rows are fetched.
+repository, of which headers and sampled weights are fetched.
 """
 
 import json
@@ -48,13 +48,13 @@ def test_two_columns_on_80(parent):
         "vLLM 0.31.0 loads loads",
         "attention 0.6 MiB FP8_BLOCK 0.3 MiB NVFP4A16",
         "MTP block 2.1 MiB BF16 2.1 MiB BF16",
-        "attention 2.66 % ± 0.01 9.51 % ± 0.02",
+        "attention 2.66 % 9.50 %",
         "dense mlp 2.66 % 9.51 %",
-        "head 0.00 % 0.00 %",
-        "1 is farthest off in `model.layers.1.mlp.shared_experts.down_proj`: 2.90 %. Besides "
-        "headers, 4.6 MiB of it and of the release were read.",
-        "2 is farthest off in `model.layers.2.mlp.experts.0.down_proj`: 9.98 %.",
-        "Error: the norm of the difference by the norm of the release's weights, over 1,024 rows",
+        "MTP block 0.00 % 0.00 %",
+        "1 is farthest off in `model.layers.2.mlp.shared_experts.up_proj`: 2.70 %. Besides "
+        "headers, 6.6 MiB of it and of the release were read.",
+        "2 is farthest off in `model.layers.2.mlp.experts.0.down_proj`: 9.58 %.",
+        "Error: the norm of the difference by the norm of the release's weights, of the MTP block",
         "Forms with less than 1 % of a group's bytes are left out.",
     )
 
@@ -67,30 +67,29 @@ def test_more_checkpoints_than_fit_have_further_tables(parent):
 
 def test_a_group_that_is_not_finite_is_one_cell(parent, tmp_path):
     shutil.copytree(parent / "fp8_block", tmp_path / "nan")
-    name = "model.layers.1.self_attn.k_proj"
+    name = "model.layers.0.self_attn.k_proj"
     poke(tmp_path / "nan", f"{name}.weight_scale", math.nan, at=0)
     line = f"compare {tmp_path / 'nan'} {parent / 'fp8_block'} --source {GLM}"
     said = " ".join(ran(line, COLUMNS="300").split())
-    assert f"not measured: infinity or NaN in {name}, rows 0 to 7" in said and "± its 95 %" in said
+    assert f"not measured: infinity or NaN in {name}" in said
     same = ran(f"compare {GLM} --source {GLM}")
-    assert "1 has the release's values in every row. Besides headers, " in same
+    assert "1 has the release's values in every weight. Besides headers, " in same
 
 
 def test_what_is_done_is_said(parent):
     said = []
     api.compare([parent / "fp8_block"], source=str(GLM), progress=said.append)
-    assert f"{parent / 'fp8_block'}: comparing experts" in said
+    assert any(f"{parent / 'fp8_block'}: comparing " in words for words in said)
 
 
 def test_json(parent):
-    line = f"compare fp8_block nvfp4a16 --source {GLM} --rows 128 --json"
+    line = f"compare fp8_block nvfp4a16 --source {GLM} --json"
     done = keepmtp(line, cwd=parent, status=0)
     found = json.loads(done.stdout)
-    assert found["rows"] == 128 and found["source"] == str(GLM)
+    assert found["source"] == str(GLM)
     for one in found["checkpoints"]:
         error = one["errors"]["experts"]
-        assert error["low"] < error["value"] < error["high"]
-        assert error["stretches"] == 16 < error["of_stretches"] and error["num_read"] > 0
+        assert 0 < error["value"] < error["worst_value"] and error["num_read"] > 0
     assert done.stderr == ""
 
 
@@ -108,14 +107,13 @@ def test_json(parent):
         ("fp8_block short", "short/model-1.safetensors: must be "),
         ("short --source fp8_block", "short/model-1.safetensors: must be "),
         ("fp8_block --vllm 0.33.0", "need a GPU to pretend"),
-        ("fp8_block --rows 5", "--rows"),
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(words, says, parent):
     refused(f"compare {words}", says=says, cwd=parent)
 
 
-def test_of_a_repository_headers_and_sampled_rows_are_fetched(
+def test_of_a_repository_headers_and_sampled_weights_are_fetched(
     parent, hub_at, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -124,16 +122,9 @@ def test_of_a_repository_headers_and_sampled_rows_are_fetched(
         hub_at(hub.endpoint)
         hub.mirror("org/model", parent / "nvfp4a16")
         hub.mirror("org/release", GLM)
-        (one,) = api.compare(["org/model"], source="org/release", rows=128).checkpoints
-        (local,) = api.compare([parent / "nvfp4a16"], source=str(GLM), rows=128).checkpoints
+        (one,) = api.compare(["org/model"], source="org/release").checkpoints
+        (local,) = api.compare([parent / "nvfp4a16"], source=str(GLM)).checkpoints
         assert one.errors == local.errors and one.stored == local.stored
-        ranges = [
-            re.search(r"^GET /elsewhere.*bytes=(\d+)-(\d+)$", request) for request in hub.requests
-        ]
-        asked = [int(each[2]) - int(each[1]) + 1 for each in ranges if each and each[1] != "0"]
-        # Rows that are less than a MiB apart come with one request, and with what is between them.
-        assert len(asked) < 40
-        assert sum(asked) >= sum(error.num_read for error in one.errors.values())
 
 
 def test_a_dry_load_is_a_row_of_its_own(parent, monkeypatch):
@@ -145,7 +136,7 @@ def test_a_dry_load_is_a_row_of_its_own(parent, monkeypatch):
 
     bad = reports.account("sm100", 1, failure=reports.REFUSED)
     checked = with_loads(examine(GLM), [reports.account("sm90", 4), bad])
-    found = compare([checked], source=None, rows=128)
+    found = compare([checked], source=None)
     (_, table), *_ = sections(numbered(found))
     rows = dict(table.rows)
     assert (

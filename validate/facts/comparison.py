@@ -1,7 +1,7 @@
 """Finished checkpoints of one model, next to each other: what each stores, how far its weights are
 from the release's, and which vLLM loads it.
 
-In: what headers say, and a sample of rows. Out: a `Comparison`, which the terminal, `--json` and
+In: what headers say, and a sample of weights. Out: a `Comparison`, which the terminal, `--json` and
 the page show.
 
 Easy to get wrong: an error that was not measured is not 0, it is not there.
@@ -30,27 +30,17 @@ def group_of(place: Place | None) -> str:
     return place.role if place.role in GROUPS else _REST
 
 
-class SampledError(Fact):
+class WeightError(Fact):
     """How far the weights of a group are from the release's: the norm of the difference by the
-    norm of the release's weights, over all of them together.
+    norm of the release's weights, over all that were compared together.
 
     Attributes:
-        value: of the rows that were read.
-        low, high: its two-sided 95 % interval for all rows; `value` where all were read.
-        stretches, of_stretches: of eight rows, that were read and that there are.
-        matrices, of_matrices: that were compared, and that the group has; the release has not the
-            others, or they have a form that is not computed with.
-        worst: the matrix with the stretch that is farthest off, and the error of that.
+        value: of all of them.
+        worst: the matrix that is farthest off, and the error of that.
         num_read: bytes of both checkpoints.
     """
 
     value: Figure
-    low: Figure
-    high: Figure
-    stretches: Count
-    of_stretches: Count
-    matrices: Count
-    of_matrices: Count
     worst: str
     worst_value: Figure
     num_read: Count
@@ -65,7 +55,7 @@ class ComparedCheckpoint(Fact):
         stored: group -> scheme, form or dtype -> bytes. Scales are counted with their weights, and
             `rest` is all that has no group.
         errors: by group, where one could be measured.
-        not_finite: group -> the rows with infinity or NaN, for which it has no error.
+        not_finite: group -> the matrix with infinity or NaN, for which it has no error.
         verdicts: a vLLM -> the first error of the static check or of its dry load, "" for none.
         report: what was measured on it; None where nothing was, or `unreported` says why.
     """
@@ -75,7 +65,7 @@ class ComparedCheckpoint(Fact):
     producer: str
     kv_cache: str
     stored: Mapping[str, Mapping[str, Count]]
-    errors: Mapping[str, SampledError]
+    errors: Mapping[str, WeightError]
     not_finite: Mapping[str, str]
     verdicts: Mapping[str, str]
     report: FullReport | None
@@ -87,9 +77,7 @@ class Comparison(Fact):
 
     Attributes:
         source: the release; None where weights were compared with none.
-        rows: of a group that were compared, or all where it has fewer.
     """
 
     source: str | None
-    rows: Count
     checkpoints: tuple[ComparedCheckpoint, ...]

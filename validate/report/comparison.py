@@ -1,7 +1,7 @@
 """`keepmtp compare`: finished checkpoints of one model, next to each other.
 
 In: checked checkpoints, and their release. Out: a `Comparison`, and tables with a column for each
-checkpoint. Headers are read, a sample of rows where there is a release, and the reports that are
+checkpoint. Headers are read, a sample of weights where there is a release, and the reports that are
 there. It needs no GPU and no server.
 
 Easy to get wrong: figures of a report are of the servers that gave them. They are shown next to
@@ -34,14 +34,13 @@ _LEAST = 0.01  # of a group's bytes: what is less is not in the tables
 
 
 def compare(
-    checkpoints: Iterable[Checked], *, source: str | None, rows: int, progress: Say = silent
+    checkpoints: Iterable[Checked], *, source: str | None, progress: Say = silent
 ) -> Comparison:
     """Lay checkpoints of one model next to each other.
 
     Args:
         checkpoints: with the dry loads that were made.
         source: the release that their weights are compared with, a folder or a Hub id.
-        rows: of each group that are compared.
         progress: is called with what is done now.
 
     Raises:
@@ -64,8 +63,8 @@ def compare(
             runtime = checked.runtime or RuntimeView.of(checked.source or open_source(path))
             first = first or runtime
             _refuse_other_model(first, runtime)
-            found.append(_compared(checked, runtime, release, rows, progress))
-    return Comparison(source=source, rows=rows, checkpoints=tuple(found))
+            found.append(_compared(checked, runtime, release, progress))
+    return Comparison(source=source, checkpoints=tuple(found))
 
 
 @contextmanager
@@ -95,7 +94,7 @@ def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
 
 
 def _compared(
-    checked: Checked, runtime: RuntimeView, release: RuntimeView | None, rows: int, progress: Say
+    checked: Checked, runtime: RuntimeView, release: RuntimeView | None, progress: Say
 ) -> ComparedCheckpoint:
     opened = runtime.source
     verdicts = {}
@@ -107,9 +106,9 @@ def _compared(
         verdicts[f"vLLM {load.vllm} on {load.gpu}, TP {load.tp}"] = load.error
     measured, not_finite = {}, {}
     if release is not None:
-        from ..measure.rows import sampled_errors  # imports torch
+        from ..measure.weights import weight_errors  # imports torch
 
-        measured, not_finite = sampled_errors(runtime, release, rows, progress)
+        measured, not_finite = weight_errors(runtime, release, progress)
     report, doubt = report_of(opened)
     return ComparedCheckpoint(
         path=opened.where,
@@ -203,18 +202,10 @@ def _sizes(one: ComparedCheckpoint) -> dict[str, str]:
 
 def _errors(one: ComparedCheckpoint) -> dict[str, str]:
     found = {}
-    for group in filter(one.stored.get, GROUPS if one.errors or one.not_finite else ()):
-        forms = [form for form in one.stored[group] if form in NOT_COMPUTED]
-        why = one.not_finite.get(group) or ", ".join(forms) or "no matrix in both"
-        says = f"not measured: {why}"
-        if error := one.errors.get(group):
-            says = percent(error.value)
-            if error.low < error.high:
-                wide = max(error.high - error.value, error.value - error.low)
-                says += f" ± {100 * wide:.2f}"
-            if error.matrices < error.of_matrices:
-                says += f", {error.matrices:,} of {error.of_matrices:,}"
-        found[_named(group)] = says
+    for group, error in one.errors.items():
+        found[_named(group)] = percent(error.value)
+    for group, why in one.not_finite.items():
+        found[_named(group)] = f"not measured: {why}"
     return found
 
 
@@ -240,7 +231,7 @@ def _measured(one: ComparedCheckpoint) -> dict[str, str]:
 _SECTIONS = {
     "What each is": _facts,
     "Bytes by group and scheme": _sizes,
-    "Relative error against the release, ± its 95 % interval": _errors,
+    "Relative error against the release": _errors,
     "What was measured": _measured,
 }
 
@@ -256,16 +247,15 @@ def notes(found: Comparison) -> Iterator[str]:
         far = max(one.errors.values(), key=lambda error: error.worst_value, default=None)
         if far is not None:
             read = size_in_words(sum([error.num_read for error in one.errors.values()]))
-            says = "has the release's values in every row"
+            says = "has the release's values in every weight"
             if far.worst_value:
                 says = f"is farthest off in {code(far.worst)}: {percent(far.worst_value)}"
             yield f"{number} {says}. Besides headers, {read} of it and of the release were read."
     if found.source is not None:
         yield (
-            "Error: the norm of the difference by the norm of the release's weights, over "
-            f"{found.rows:,} rows of a group, or all where it has fewer, of the matrices that both "
-            "have by name. keepmtp does not compute with the forms of GPTQ and AWQ. What moves "
-            "scale between neighbours (AWQ, SmoothQuant) counts as error."
+            "Error: the norm of the difference by the norm of the release's weights, of the MTP "
+            "block and of the first, middle and last layer with two experts each. What moves scale "
+            "between neighbours (AWQ, SmoothQuant) counts as error."
         )
     if any(one.report for one in found.checkpoints):
         yield (

@@ -23,7 +23,6 @@ from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.report.comparison import notes, numbered, sections
 from keepmtp.validate.report.report import write as write_report
 from stations import bench_fact, closeness
-from written_values import fill
 
 CASES = """v3 native bf16 mtp, dsv4 nvfp4 experts, glm nvfp4, glm gptq, next awq, glm quark,
 qwen vl autoround, qwen vl moe nvfp4, glm autoround mxfp4, mimo w4a16, glm modelopt file, next mixed,
@@ -125,16 +124,6 @@ def test_another_model_or_width_is_refused(model, change, says, tmp_path):
             assert re.search(says, str(refused.value)), refused.value
 
 
-def test_forms_that_are_not_computed_with_are_shown_and_not_measured(tmp_path):
-    release = write(tmp_path / "release", GOOD["released glm-4.7"]())
-    fill(release)
-    folder = write(tmp_path / "gptq", GOOD["glm gptq"]())
-    fill(folder)
-    rows = cells(api.compare([folder], source=str(release)), "Relative error")
-    assert rows["experts"] == ["not measured: gptq"]
-    assert rows["head"][0].endswith(" %")
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A checkpoint with a report of its bytes, and the same one without."""
@@ -192,7 +181,6 @@ found = api.compare(sys.argv[2:], source=sys.argv[1])
 for one in found.checkpoints:
     print(one.facts.num_tensors, *sorted(one.errors), sep=", ")
     assert all(error.value == 0 for error in one.errors.values())
-    assert sum(error.num_read for error in one.errors.values()) < 300 << 20
 print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10)
 """
 
@@ -209,7 +197,7 @@ def test_a_full_size_checkpoint_of_holes_takes_less_than_a_gib(tmp_path):
     places = (release, tmp_path / "W4A16", tmp_path / "MXFP4")
     said = captured([sys.executable, "-c", AT_FULL_SIZE, *map(str, places)], status=0).stdout
     *lines, peak = said.splitlines()
-    groups = "MTP block, attention, dense_mlp, embedding, experts, head, rest, shared_experts"
+    groups = "MTP block, attention, dense_mlp, experts, rest, shared_experts"
     assert lines == [f"136247, {groups}", f"91215, {groups}"]
     assert int(peak) < 1024
 
