@@ -153,7 +153,7 @@ def check(
     status = 0
     if record:
         keep = recorder(paths, servers.draft)
-    with spinner(is_shown="gpus" in loads) as doing:
+    with spinner() as doing:
         for checked in api.check_all(paths, **loads, progress=doing):
             if values is not None:
                 from ..validate.check.values import with_values  # imports torch

@@ -1,5 +1,5 @@
-"""How far a long run is: a bar on a terminal, lines in a log, JSON lines for machines. All on
-standard error.
+"""How far a long run is: a line that is written over, on a terminal or in a notebook; lines in a
+log; JSON lines for machines. All on standard error.
 
 In: the steps that a run reports. Out: nothing but what is shown, so that standard output can be
 piped.
@@ -10,19 +10,17 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
-
 from ..quantize.run.processes import place_of_process
 from ..quantize.run.progress import SILENT, CalibrationStep, RunProgress, Step
-from ..recipes.errors import printable, size_in_words
-from ..recipes.frozen import Advance, Bar, Say
-from .tables import ERR, tell
+from ..recipes.errors import size_in_words
+from ..recipes.frozen import Advance, Bar, Say, silent
+from .tables import ERR, clear, is_live, tell, write_over
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -30,52 +28,36 @@ if TYPE_CHECKING:
 # The word for one step in each part of calibration.
 _STEP_WORDS = {"backbone": "layer", "mtp": "policy", "tuning": "training step"}
 _LINE_SECONDS = 30.0
-_WHAT = TextColumn("{task.description}", markup=False)
+_LIVE_SECONDS = 0.1
 
 
 @contextmanager
-def run_progress(*, as_json: bool) -> Iterator[RunProgress]:
-    """The progress of one run. Only the first process shows any."""
-    with ExitStack() as shown:
-
-        def packing(total_bytes: int) -> AbstractContextManager[Advance]:
-            # A terminal has one live bar at a time: calibration's ends when packing begins. The
-            # stack ends the last one, so that no error is printed over it.
-            shown.close()
-            return bytes_bar("packing")(total_bytes)
-
-        if place_of_process().rank:
-            yield SILENT
-        elif as_json:
-            yield RunProgress(calibration=_json_line)
-        else:
-            show = shown.enter_context(_bars())
+def run_progress(*, as_json: bool = False) -> Iterator[RunProgress]:
+    """The progress of one run, for `api.quantize` too. Only the first process shows any."""
+    if place_of_process().rank:
+        yield SILENT
+    elif as_json:
+        yield RunProgress(calibration=_json_line)
+    else:
+        with _lines() as show:
             yield RunProgress(
                 calibration=lambda step: show(step.step, step.done, step.total, in_words(step)),
-                packing=packing,
+                packing=bytes_bar("packing"),
                 values=bytes_bar("reading values"),
                 download=downloaded,
             )
 
 
 @contextmanager
-def spinner(*, is_shown: bool = True) -> Iterator[Say]:
-    """What loaders do now, on a terminal."""
-    with _live(SpinnerColumn(), is_shown=is_shown, transient=True) as progress:
-        task = progress.add_task("starting vLLM", total=None)
-        yield lambda doing: progress.update(task, description=printable(doing))
-
-
-def _live(*columns: ProgressColumn, is_shown: bool, transient: bool = False) -> Progress:
-    """Bars on a terminal. An answer that goes into a file is none of its lines."""
-    return Progress(
-        _WHAT,
-        *columns,
-        console=ERR,
-        transient=transient,
-        disable=not (is_shown and ERR.is_terminal),
-        redirect_stdout=sys.stdout.isatty(),
-    )
+def spinner() -> Iterator[Say]:
+    """What loaders do now, on a terminal or in a notebook."""
+    say = silent
+    if is_live():
+        say = write_over
+    try:
+        yield say
+    finally:
+        clear()
 
 
 def bytes_bar(label: str) -> Bar:
@@ -92,60 +74,68 @@ def bytes_bar(label: str) -> Bar:
                 done += num_bytes
                 show(label, done, total_bytes)
 
-        with _bars(first_after=_LINE_SECONDS) as show:
+        with _lines(first_after=_LINE_SECONDS) as show:
             yield advance
 
     return bar
 
 
 @contextmanager
-def _bars(*, as_json: bool = False, first_after: float = 0.0) -> "Iterator[Callable[..., None]]":
-    """The parts of a long run: on a terminal a bar for each, with words after it; else a line now
-    and then. Without words they are those of bytes.
+def _lines(*, as_json: bool = False, first_after: float = 0.0) -> "Iterator[Callable[..., None]]":
+    """The parts of a long run: one line that is written over, and stays at the end of each part; in
+    a log a line now and then. Without words they are those of bytes.
     """
+    is_over = is_live() and not as_json
     paced = Paced(first_after=first_after)
-    tasks = {}
-    words_column = TextColumn("{task.fields[words]}", markup=False)
-    with _live(BarColumn(), words_column, is_shown=not as_json) as bars:
+    if is_over:
+        paced = Paced(every=_LIVE_SECONDS)
 
-        def show(
-            part: str, done: int, total: int, words: str = "", step: Step | None = None
-        ) -> None:
-            if not bars.disable:
-                if part not in tasks:
-                    tasks[part] = bars.add_task(part, total=total, words="")
-                words = words or paced.in_words(done, total)
-                bars.update(tasks[part], completed=done, total=total, words=printable(words))
-            elif paced.is_due(done, total, part):
-                if as_json:
-                    _json_line(step)
-                else:
-                    tell(f"{part}  {words or paced.in_words(done, total)}")
+    def show(part: str, done: int, total: int, words: str = "", step: Step | None = None) -> None:
+        if not paced.is_due(done, total, part):
+            return
+        line = f"{part}  {words or paced.in_words(done, total)}"
+        if as_json:
+            _json_line(step)
+        elif not is_over:
+            tell(line)
+        elif done < total:
+            write_over(line)
+        else:
+            write_over(line, stays=True)
 
+    try:
         yield show
+    finally:
+        clear()
 
 
 class Paced:
-    """When a log gets its next line: every half a minute, and when a part of the work has ended.
+    """When the next line is due: in a log each half minute, and when a part of the work has ended.
 
     Args:
         clock: in seconds.
         first_after: seconds until the first line.
+        every: seconds between two lines.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, *, first_after: float = 0.0
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        first_after: float = 0.0,
+        every: float = _LINE_SECONDS,
     ) -> None:
         self._clock = clock
         self._began = clock()
-        self._shown_at = self._began + first_after - _LINE_SECONDS
+        self._every = every
+        self._shown_at = self._began + first_after - every
         self._ended = set[str]()
 
     def is_due(self, done: int, total: int, part: str = "") -> bool:
         """Whether to print a line now. The caller prints it."""
         now = self._clock()
         is_end = done >= total and part not in self._ended
-        if now - self._shown_at < _LINE_SECONDS and not is_end:
+        if now - self._shown_at < self._every and not is_end:
             return False
         self._shown_at = now
         if is_end:
@@ -182,7 +172,7 @@ def downloaded(source: "Source", *, is_shown: bool = True) -> "Source":
             if self.is_of_bytes and self.total and not ERR.file.closed:
                 show("download", int(self.n), int(self.total))
 
-    with _bars(first_after=_LINE_SECONDS) as show:
+    with _lines(first_after=_LINE_SECONDS) as show:
         return download(source, bars=Bar)
 
 
@@ -198,7 +188,7 @@ def asking(*, as_json: bool) -> Iterator[Callable[[Step], None]]:
         words = step.doing or f"{num}{rate}{_eta(step.eta_seconds)}"
         show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)
 
-    with _bars(as_json=as_json) as show:
+    with _lines(as_json=as_json) as show:
         yield asked
 
 

@@ -34,6 +34,26 @@ VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {
 ERR = Console(stderr=True)
 
 
+def is_live() -> bool:
+    """Whether somebody looks at standard error: a line may be written over."""
+    return ERR.is_terminal or ERR.is_jupyter
+
+
+def write_over(line: str, *, stays: bool = False) -> None:
+    """A line on standard error, in the place of the last one that does not stay."""
+    width = ERR.width - 1
+    ERR.file.write(f"\r{printable(line)[:width]:<{width}}")
+    if stays:
+        ERR.file.write("\n")
+    ERR.file.flush()
+
+
+def clear() -> None:
+    """Remove the line that does not stay. A notebook prints elsewhere."""
+    if ERR.is_terminal:
+        ERR.file.write("\r\x1b[2K")
+
+
 def tell(line: str | Text, style: str = "") -> None:
     """One line on standard error."""
     say(ERR, line, style)
@@ -41,6 +61,7 @@ def tell(line: str | Text, style: str = "") -> None:
 
 def say(console: Console, line: str | Text, style: str = "") -> None:
     """One line as it is, fit for a terminal, which may wrap it."""
+    clear()
     if isinstance(line, str):
         line = Text(printable(line), style)
     console.print(line, highlight=False, soft_wrap=True)
@@ -57,6 +78,7 @@ def answer(
         as_json: which of them is printed.
         status: of the process, if it is not 0.
     """
+    clear()
     if as_json:
         sys.stdout.write(json.dumps(value, default=_plain) + "\n")
     else:
