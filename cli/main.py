@@ -82,6 +82,7 @@ WENT: Mapping[str, str] = {
         [f"eval --{name}" for name in ("shots", "api", "concurrency", "seed", "prefix-caching")],
         "Write it into the recipe's evaluation block",
     ),
+    "serve --gpu": "Run keepmtp check PATH --gpu GPU first",
     "serve --every": "Read vLLM's own log",
     "serve --log": "Add 2>&1 | tee FILE to the command",
 }

@@ -12,7 +12,6 @@ from ..recipes.errors import VLLMError
 from .options import (
     DraftOption,
     DryRunOption,
-    GpusOption,
     JsonOption,
     K,
     PathArgument,
@@ -32,7 +31,6 @@ def serve(
         int | None, typer.Option(*K, min=0, help="Tokens drafted a step; 0: none.")
     ] = None,
     draft: DraftOption = "",
-    gpus: GpusOption = None,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -51,7 +49,7 @@ def serve(
 
     \b
     Example: `keepmtp serve out/tiny-glm4-moe.w4a16-fp8 --port 8001 -- --max-model-len 2048`
-    Example: `keepmtp serve /data/GLM-4.7-NVFP4 --gpu sm100 --dry-run`
+    Example: `keepmtp serve /data/GLM-4.7-NVFP4 --dry-run`
     """
     from ..recipes.runtimes.vllm import NEWEST
     from ..validate.measure import cures as curing
@@ -64,8 +62,7 @@ def serve(
     refuse_our_words(extra)
     # Everything that can be known is refused before the server starts: it may load for half an
     # hour.
-    split = split_of(extra)
-    checked = serving.checked_errors(path, draft, split)
+    checked = serving.checked_errors(path, draft, split_of(extra))
     opened = checked.readable()
     drafting = opened
     num_mtp_layers = checked.data.facts.num_mtp_layers
@@ -77,7 +74,7 @@ def serve(
         vllm = chosen_vllm()
     except VLLMError:
         # The commands that are printed may be run elsewhere.
-        if gpus or not dry_run:
+        if not dry_run:
             raise
     # Weights that do not fit one GPU are split over as few as hold them.
     size = 1
@@ -94,14 +91,9 @@ def serve(
         tell(line)
     best = serving.chosen_k(drafting, k, num_mtp_layers, device)
     refuse_pipeline(drafting, best.k, extra)
-    if gpus:
-        split = split._replace(size=max(size, split.size))
-        serving.refuse_unloadable(
-            path, gpus, draft=draft, split=split, k=best.k, has_cures=bool(cures)
-        )
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
-    extra = (*serving.attention_words(opened, vllm, gpus or (), extra), *extra)
+    extra = (*serving.attention_words(opened, vllm, extra), *extra)
     if draft:
         extra = (*serving.draft_at(drafting, is_served=not dry_run), *extra)
     if dry_run:

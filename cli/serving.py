@@ -25,8 +25,7 @@ from ..validate.measure.serve_line import method_words, separate_draft, serve_wo
 from ..validate.measure.server import become
 from ..validate.report.best_k import BestK, best_k
 from .findings import with_path, with_values_read
-from .options import chosen_gpus
-from .progress import downloaded, spinner
+from .progress import downloaded
 from .tables import answer, tell
 
 _MOST_K = 16
@@ -64,14 +63,12 @@ def become_server(opened: Source, best: BestK, vllm: VLLM, further: Sequence[str
     become(vllm, line[1:])
 
 
-def attention_words(
-    opened: Source, vllm: VLLM | None, gpus: Sequence[str], extra: Sequence[str]
-) -> tuple[str, ...]:
-    """The attention that the checkpoint needs on the GPUs that are asked about, else on those of
-    this machine; without any, it is said.
+def attention_words(opened: Source, vllm: VLLM | None, extra: Sequence[str]) -> tuple[str, ...]:
+    """The attention that the checkpoint needs on the GPUs of this machine; without any, it is
+    said.
     """
-    names = {*chosen_gpus(gpus)}
-    if vllm and not names:
+    names = set[str]()
+    if vllm:
         names = {f"sm{gpu.capability.partition('.')[0]}0" for gpu in vllm.gpus}
     words = ()
     if "--attention-backend" not in options_of(extra):
@@ -114,28 +111,6 @@ def checked_errors(path: str, draft: str, split: Split) -> Checked:
     if warnings:
         tell(f"check: no errors, warnings: {warnings}: `{command('check', path, draft)}` has them")
     return checked
-
-
-def refuse_unloadable(
-    path: str, gpus: Sequence[str], *, draft: str, split: Split, k: int, has_cures: bool
-) -> None:
-    """Let vLLM's loaders judge it, on pretended GPUs.
-
-    Raises:
-        GateError: it has an error, which no cure mends.
-    """
-    with spinner() as doing:
-        (loaded,) = api.check_all(
-            [path],
-            gpus=chosen_gpus(gpus),
-            tps=[split],
-            num_drafts=max(1, k),
-            draft=draft,
-            progress=doing,
-        )
-    # What a cure mends is no reason to refuse.
-    if not (has_cures and loaded.data.ok):
-        refuse_errors(path, loaded, draft=draft)
 
 
 def command(verb: str, path: str, draft: str = "") -> str:
