@@ -16,12 +16,9 @@ is what finds it.
 
 import errno
 import os
-import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -58,22 +55,6 @@ _OF_SYSTEM = (
         f"Raise `ulimit -n`, and {_AGAIN}",
     ),
 )
-
-
-@contextmanager
-def judging(out: Path) -> Iterator[None]:
-    """While a new folder is judged: a stop from outside then says how it is judged again."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as end:
-        status = getattr(end, "code", 128 + signal.SIGINT)
-        if status not in STOPPED:
-            raise
-        stopped = SystemExit(status)
-        # The same command would refuse the folder that is there.
-        command = f"keepmtp check {shlex.quote(str(out))} --gpu sm100"
-        stopped.add_note(f"{out} is written, and not yet judged: `{command}` does that")
-        raise stopped from None
 
 
 def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
@@ -116,7 +97,7 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         if isinstance(end.__context__, BrokenPipeError):
             _leave_quietly()
         if isinstance(end.code, int) and end.code in STOPPED:
-            _say_stopped(end.code, getattr(end, "__notes__", [how_to_go_on])[0])
+            _say_stopped(end.code, how_to_go_on)
         raise
     except foreseen() as error:
         _refuse(refusal_of(error))

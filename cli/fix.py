@@ -153,7 +153,7 @@ def _judged(out: Path, gpus: list[str] | None, *, static_only: bool) -> "Judged"
         chosen = ()
     elif gpus:
         chosen = chosen_gpus(gpus)
-    with exits.judging(out), spinner() as doing:
+    with spinner() as doing:
         return judge(out, gpus=chosen, progress=doing)
 
 

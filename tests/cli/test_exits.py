@@ -161,19 +161,6 @@ def test_a_stopped_command_says_how_to_go_on(number, tmp_path):
     assert said.endswith("The same command goes on where this one stopped.\n")
 
 
-@pytest.mark.parametrize("stop", ["raise KeyboardInterrupt", "sys.exit(143)"])
-def test_a_command_that_is_stopped_when_its_output_is_there_does_not_say_that_it_goes_on(stop):
-    """fix judges a folder that is finished; the same command would refuse it."""
-    judge = f"def judge():\n    with exits.judging(Path('a b')):\n        {stop}\n"
-    code = f"import sys\nfrom pathlib import Path\nfrom keepmtp.cli import exits\n{judge}"
-    done = python(code + RUN.format(command="judge"))
-    assert done.returncode in (130, 143) and "Do it again" not in done.stderr, done.stderr
-    assert (
-        "a b is written, and not yet judged" in done.stderr
-        and "`keepmtp check 'a b' --gpu sm100`" in done.stderr
-    )
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_finalizer_is_not_lost(number):
     """Python drops what is raised there, as in the callback that ends an import."""
