@@ -16,7 +16,6 @@ from .options import (
     GpusOption,
     JsonOption,
     PathsArgument,
-    StaticOption,
     TpsOption,
     VLLMsOption,
     chosen_gpus,
@@ -32,14 +31,13 @@ class ServerOptions:
 
     gpus: GpusOption = None
     tps: TpsOption = None
-    k: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1
+    k: Annotated[int, typer.Option("-k", min=1, help="Tokens drafted a step.")] = 1
     draft: DraftOption = ""
     versions: VLLMsOption = None
     runtimes: Annotated[
         list[str] | None,
         typer.Option("--runtime", help="Server that loads it; may be repeated."),
     ] = None
-    static_only: StaticOption = False
 
     def words(self) -> Json:
         """What is loaded, and how: words for `api.check_all`.
@@ -59,8 +57,6 @@ class ServerOptions:
                 raise RecipeError("--runtime", must, got=word, cure=cure)
         servers = [server for server in RULES_OF if server in asked]
         loads: Json = {"runtimes": servers, "draft": self.draft, "tps": self.tps or [1]}
-        if self.static_only:
-            return loads
         if not self.gpus:
             if self.k != 1 or self.versions:
                 rule = "-k and --vllm need a GPU to pretend"
@@ -106,26 +102,28 @@ def check(
 
     Reads compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound and Quark dialects; a Hub
     id is judged by range requests, not downloaded. Each finding says what will happen at serve time
-    and what to do about it. With --gpu, vLLM's own target and draft classes and loaders judge too,
-    on meta tensors for a GPU that need not be there: every parameter must be written, every tensor
-    used, and each layer must get a kernel. A GPU is H100, or sm80 to sm120; it may be repeated.
-    With --vllm, other versions load it (0.31.0,0.33.0, `all`): their Python is fetched once, and
-    runs over the installed packages, with your rights. So does that of a folder or wheel: name only
-    one that you trust.
+    and what to do about it.
+
+    With --gpu, vLLM's own target and draft classes and loaders judge too, on meta tensors, for a
+    GPU that need not be there: every parameter must be written, every tensor used, and each layer
+    must get a kernel. Name it H100, or sm80 to sm120; repeat it for several. With --vllm, other
+    versions load it (0.31.0,0.33.0, `all`). Their Python is fetched once, and runs over the
+    installed packages, with your rights. So does that of a folder or wheel: name only one that you
+    trust.
 
     With --runtime sglang, the rules are SGLang's: which draft class it has for the family, under
     which names that class asks the quantization config, and what it builds for each answer. With
     both, a checkpoint must please both.
 
-    Exit status 1 if any checkpoint has an error, on any of the versions, but for vLLM's own that
-    `keepmtp serve` and `keepmtp eval` cure, which are named; 2 if there is nothing to judge at one
-    of the places, or a version does not start. The others are judged all the same.
+    Exit status 1 if a checkpoint has an error with any of the versions; defects of vLLM that
+    `keepmtp serve` and `keepmtp eval` cure are named, and do not count. 2 if there is nothing to
+    judge at one of the places, or a version does not start; the others are judged all the same.
 
     With --values, bytes are read too: values that are infinite, zero or negative where none may be,
     scales of fused modules that disagree, matrices and norms that are empty. LEVEL is `scales`:
     every scale, norm and small MTP tensor; `scalars`: scales of one value and norms of the MTP
     block; or `all`: every byte. With --source, weights are compared with the release's. Of a
-    repository only the wanted bytes are fetched; how many is said before.
+    repository only these bytes are fetched, and their number is printed before.
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json and
     report.json are written next to it (with --draft, next to the draft). What is measured later, by

@@ -22,9 +22,9 @@ EXTRAS = ("quantize", "report", "calibrate", "modelopt", "evaluate")
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Print the versions that are installed here, of vLLM too, and what is missing.
+    """Print which versions are installed here, of vLLM too, and what is missing.
 
-    Exit status 2 if VLLM_PYTHON names what cannot work; what is merely not installed is no error.
+    Exit status 2 if VLLM_PYTHON names a Python that cannot work. What is not installed is no error.
 
     \b
     Example: `VLLM_PYTHON=/opt/vllm/bin/python keepmtp doctor`

@@ -21,7 +21,6 @@ from .options import (
     GpusOption,
     JsonOption,
     PathArgument,
-    StaticOption,
     chosen_gpus,
 )
 from .progress import bytes_bar, spinner
@@ -49,34 +48,37 @@ def fix(
         str | None, typer.Option(help="With --from: `source`, `bf16`, a scheme without data.")
     ] = None,
     gpus: GpusOption = None,
-    static_only: StaticOption = False,
+    static_only: Annotated[
+        bool, typer.Option("--static-only", help="Check OUT without vLLM.")
+    ] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new
-    folder. With --from, the MTP block of the release takes the place of one that is lost or broken.
+    """Cure what `keepmtp check` finds, where no new values are needed: print a diff, and with --out
+    write a new folder. With --from, the MTP block of the release replaces one that is lost or
+    broken.
 
-    Cured are: ignore lists and targets in the wrong names, MTP files that the index does not list,
-    config.json and hf_quant_config.json that disagree, counts and lists of the wrong length, scales
-    under another name or in another shape or dtype for the same bytes. No value of a weight
+    It cures ignore lists and targets with wrong names, MTP files that the index does not list, a
+    config.json and hf_quant_config.json that disagree, counts and lists of the wrong length, and
+    scales whose bytes are right, but whose name, shape or dtype is wrong. No value of a weight
     changes. Each change is printed with its reason.
 
-    With --from, only the block's tensors of the release are read, from a Hub repository by range
-    requests; how many bytes is said before. They are packed as --mtp says, into files of their own,
-    and the configs and the index say so in the dialect that they have: compressed-tensors,
-    modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark. Without --mtp the block stays as released,
-    where the checkpoint's config can say that, else it becomes bf16. Refused before a byte is
-    written: another model or another width, a release without a trained block, a dialect that vLLM
-    or keepmtp does not have.
+    With --from, only the block's tensors of the release are read; from a Hub repository by range
+    requests, and the number of bytes is printed before. They are packed as --mtp says, into files
+    of their own. The configs and the index say so in their own dialect: compressed-tensors,
+    modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark. Without --mtp the block stays as released
+    if the checkpoint's config can say that, and becomes bf16 otherwise. Another model, another
+    width, a release without a trained block, and a dialect that vLLM or keepmtp does not have are
+    refused before a byte is written.
 
-    Without --out nothing is written. With it, OUT gets the changed files, and hard links of all
-    others: they take no room, and PATH stays as it is. Do not edit a linked file in place: it is
-    one file with PATH's. At the end OUT is checked, and loaded by vLLM's own loaders where there is
-    a vLLM, on a pretended sm100 if --gpu names no other.
+    Without --out nothing is written. With it, OUT gets the changed files, and hard links to all
+    others, which take no room; PATH stays as it is. Do not edit a linked file in place: it is the
+    same file as PATH's. At the end OUT is checked and, where there is a vLLM, loaded by vLLM's own
+    loaders, on a pretended sm100 or on the GPUs that --gpu names.
 
-    Of a Hub id only headers and small files are read. OUT then has the changed files alone; what
-    needs new shards is named, and can be cured in a download; the check alone judges what it would
-    be. `hf upload PATH OUT . --create-pr` proposes them to its owner.
+    Of a Hub id only headers and small files are read, and OUT gets the changed files alone; the
+    check says what the repository would be with them. What needs new shards is named: it can be
+    cured in a download. `hf upload PATH OUT . --create-pr` proposes the files to the owner.
 
     Exit status 0 if no error is left, 1 if one is, 2 if there is nothing to judge.
 

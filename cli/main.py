@@ -73,6 +73,7 @@ WENT: Mapping[str, str] = {
     "serve-check": "Use keepmtp eval PATH --only acceptance,lossless",
     "closeness": "Use keepmtp eval PATH --only closeness",
     "gate": "Use keepmtp eval PATH --only gates",
+    "check --static-only": "Leave --gpu out",
     "check --html": "Use keepmtp check PATH --json, or card",
     "compare --out": "Use keepmtp compare --json",
     "compare --rows": "Leave it out",

@@ -47,12 +47,12 @@ MtpSourceOption = Annotated[str | None, typer.Option(help="Folder or Hub id of t
 GpusOption = Annotated[
     list[str] | None, typer.Option("--gpu", help="Let vLLM load it, on this pretended GPU.")
 ]
-StaticOption = Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")]
 TpsOption = Annotated[
     list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel size; may be repeated.")
 ]
 VLLMsOption = Annotated[
-    list[str] | None, typer.Option("--vllm", metavar="VERSIONS", help="Versions that load it.")
+    list[str] | None,
+    typer.Option("--vllm", metavar="VERSIONS", help="Versions of vLLM that load it."),
 ]
 DraftOption = Annotated[str, typer.Option(help="The draft's own checkpoint, where it has one.")]
 OriginalOption = Annotated[
@@ -114,7 +114,7 @@ class ServeOptions:
     path: PathArgument
     vllm_words: VLLMWords = None
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds a server may take to be healthy.")
+        float, typer.Option(min=1, help="Seconds that a server may take to start.")
     ] = TIMEOUT_SECONDS
     out: Annotated[Path | None, typer.Option(help="Folder for these results alone.")] = None
     as_json: JsonOption = False

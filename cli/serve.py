@@ -34,15 +34,15 @@ def serve(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve a checkpoint with vLLM and MTP, checked before.
+    """Check a checkpoint, and serve it with vLLM and MTP.
 
-    It runs the card's serve line. A checkpoint with an error of the static check is refused.
-    Weights that do not fit one GPU are split over as few of this machine's as hold them. The server
-    stays offline. Where this vLLM has a defect with the model, it is mended; KEEPMTP_CURES=0 serves
-    with vLLM as it is. Words after `--` go to `vllm serve`, such as --max-model-len, or
-    --trust-remote-code once you have read the checkpoint's Python. Without -k, it is what was
-    measured best, else the number of MTP layers. --host 0.0.0.0 lets in everybody on the machines
-    that reach it; --dry-run prints the command.
+    It runs the serve line of the card. A checkpoint that fails the static check is refused. Weights
+    that do not fit one GPU are split over as few GPUs of this machine as hold them. The server
+    stays offline. Where this vLLM has a known defect with the model, the defect is cured;
+    KEEPMTP_CURES=0 serves with vLLM as it is. Words after `--` go to `vllm serve`, such as
+    --max-model-len, or --trust-remote-code once you have read the checkpoint's Python. Without -k,
+    it drafts as many tokens as were measured to be best, otherwise one for each MTP layer. --host
+    0.0.0.0 lets in every machine that can reach this one. --dry-run prints the command.
 
     The process becomes vLLM's own: its log, its signals and its exit status. While requests are
     answered, vLLM logs how many drafts were accepted, by position.
