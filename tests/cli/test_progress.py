@@ -38,23 +38,23 @@ ASKED = Asked(
 
 
 class Screen(Console):
-    """A log, or a terminal whose last bar is gone in the end."""
+    """A log, a terminal or a notebook."""
 
-    def __init__(self, *, is_terminal: bool = False) -> None:
-        super().__init__(file=io.StringIO(), width=120, force_terminal=is_terminal)
+    def __init__(self, *, is_terminal: bool, is_notebook: bool) -> None:
+        kind = {"force_terminal": is_terminal, "force_jupyter": is_notebook}
+        super().__init__(file=io.StringIO(), width=120, **kind)
 
     @property
     def text(self) -> str:
-        assert not self._live_stack
         return self.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def screen(monkeypatch) -> Callable[..., Screen]:
-    """Called with is_terminal: what is written on standard error from then on."""
+    """Called with what it is: what is written on standard error from then on."""
 
-    def shown(*, is_terminal: bool = False) -> Screen:
-        made = Screen(is_terminal=is_terminal)
+    def shown(*, is_terminal: bool = False, is_notebook: bool = False) -> Screen:
+        made = Screen(is_terminal=is_terminal, is_notebook=is_notebook)
         monkeypatch.setattr("keepmtp.cli.progress.ERR", made)
         monkeypatch.setattr("keepmtp.cli.tables.ERR", made)
         return made
@@ -84,7 +84,28 @@ def test_a_terminal_has_one_bar_at_a_time_and_none_when_an_error_is_printed(scre
         with progress.packing(100) as advance:
             advance(40)
             1 / 0  # noqa: B018
-    assert "layer 13 of 61" in terminal.text and "packing" in terminal.text
+    assert "layer 12 of 61" in terminal.text and "packing" in terminal.text
+    assert terminal.text.endswith("\r\x1b[2K")
+
+
+@pytest.mark.parametrize("kind", ["is_notebook", "is_terminal"])
+def test_a_line_is_written_over_until_its_part_has_ended(kind, screen):
+    seen = screen(**{kind: True})
+    with run_progress() as progress:
+        for done in (12, 13, 61):  # the second comes within a tenth of a second
+            progress.calibration(replace(STEP, done=done))
+        with progress.packing(2 * GIB) as advance:
+            advance(GIB)
+            advance(GIB)
+    layers, packing = seen.text.replace("\x1b[2K", "").split("\n")[:2]
+    rate = "14,203 tok/s  ETA 0:41:10  peak 18.2 GiB"
+    assert [line.rstrip() for line in layers.split("\r")] == [
+        "",
+        f"backbone  layer 12 of 61  {rate}",
+        f"backbone  layer 61 of 61  {rate}",
+    ]
+    shares = [line[len("packing  ") :][:23] for line in packing.split("\r") if line]
+    assert shares == ["1.0 GiB of 2.0 GiB (50 ", "2.0 GiB of 2.0 GiB (100"]
 
 
 def test_machines_get_json_lines(capsys):
@@ -124,7 +145,8 @@ def test_a_log_of_an_evaluation_has_few_lines(screen):
     ]
 
 
-def test_an_evaluation_on_a_terminal(screen):
+def test_an_evaluation_on_a_terminal(screen, monkeypatch):
+    monkeypatch.setattr("keepmtp.cli.progress._LIVE_SECONDS", 0.0)
     terminal = screen(is_terminal=True)
     with asking(as_json=False) as show:
         show(replace(ASKED, doing="starting [x]"))
