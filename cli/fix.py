@@ -65,20 +65,18 @@ def fix(
 
     With --from, only the block's tensors of the release are read; from a Hub repository by range
     requests, and the number of bytes is printed before. They are packed as --mtp says, into files
-    of their own. The configs and the index say so in their own dialect: compressed-tensors,
-    modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark. Without --mtp the block stays as released
-    if the checkpoint's config can say that, and becomes bf16 otherwise. Another model, another
-    width, a release without a trained block, and a dialect that vLLM or keepmtp does not have are
-    refused before a byte is written.
+    of their own. The configs and the index say so in their own dialect. Without --mtp the block
+    stays as released if the checkpoint's config can say that, and becomes bf16 otherwise. Another
+    model, another width, a release without a trained block, and a dialect that vLLM or keepmtp does
+    not have are refused before a byte is written.
 
     Without --out nothing is written. With it, OUT gets the changed files, and hard links to all
     others, which take no room; PATH stays as it is. Do not edit a linked file in place: it is the
     same file as PATH's. At the end OUT is checked and, where there is a vLLM, loaded by vLLM's own
     loaders, on a pretended sm100 or on the GPUs that --gpu names.
 
-    Of a Hub id only headers and small files are read, and OUT gets the changed files alone; the
-    check says what the repository would be with them. What needs new shards is named: it can be
-    cured in a download. `hf upload PATH OUT . --create-pr` proposes the files to the owner.
+    Of a Hub id only headers and small files are read, and OUT gets the changed files alone:
+    `hf upload PATH OUT . --create-pr` proposes them. What needs new shards is named.
 
     Exit status 0 if no error is left, 1 if one is, 2 if there is nothing to judge.
 
