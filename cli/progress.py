@@ -134,12 +134,15 @@ class Paced:
     def is_due(self, done: int, total: int, part: str = "") -> bool:
         """Whether to print a line now. The caller prints it."""
         now = self._clock()
-        is_end = done >= total and part not in self._ended
-        if now - self._shown_at < self._every and not is_end:
+        if done < total:
+            self._ended.discard(part)
+            if now - self._shown_at < self._every:
+                return False
+        elif part in self._ended:
             return False
-        self._shown_at = now
-        if is_end:
+        else:
             self._ended.add(part)
+        self._shown_at = now
         return True
 
     def in_words(self, done: int, total: int) -> str:
