@@ -325,7 +325,7 @@ def note_on_links(folder: Path, names: Iterable[str]) -> str:
     """What whoever edits these files must know, if one of them has a second name; else ""."""
     for name in names:
         if os.stat(folder / name).st_nlink > 1:
-            return "Unchanged files are hard links: who edits one in place edits the source's, too"
+            return "Unchanged files are hard links: an edit of one in place edits the source's too"
     return ""
 
 

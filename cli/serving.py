@@ -109,14 +109,16 @@ def checked_errors(path: str, draft: str, split: Split) -> Checked:
     refuse_errors(path, checked, draft=draft)
     warnings = len(checked.data.findings)
     if warnings:
-        tell(f"check: no errors, warnings: {warnings}: `{command('check', path, draft)}` has them")
+        tell(f"check: no errors, warnings: {warnings}: `{check_command(path, draft)}` has them")
     return checked
 
 
-def command(verb: str, path: str, draft: str = "") -> str:
-    """A command of keepmtp about the checkpoint, with its draft."""
-    beside = ("--draft", draft) if draft else ()
-    return shlex.join(["keepmtp", verb, path, *beside])
+def check_command(path: str, draft: str) -> str:
+    """The command that checks the checkpoint, with its draft."""
+    words = ["keepmtp", "check", path]
+    if draft:
+        words += ["--draft", draft]
+    return shlex.join(words)
 
 
 def refuse_errors(path: str, checked: Checked, *, draft: str = "") -> None:
@@ -133,7 +135,7 @@ def refuse_errors(path: str, checked: Checked, *, draft: str = "") -> None:
         first, *others = errors
         got = f"{first.where}: {first.says}"
         if others:
-            got += f" (and {len(others)} more: `{command('check', path, draft)}`)"
+            got += f" (and {len(others)} more: `{check_command(path, draft)}`)"
         rule = "must pass the check before it is served"
         raise GateError(path, rule, got=got, cure=with_path(first.cure, path))
 

@@ -38,7 +38,7 @@ def changes_alone(plan: Plan) -> Plan:
         cure = "Leave it out: what stays is a link, which takes no room"
         raise RecipeError(_WHERE, rule, got="a folder", cure=cure)
     if plan.needs_batches:
-        rule = "reads no text, which all weights would be needed for"
+        rule = "reads no text, because calibration needs all weights"
         got = ", ".join(plan.needs_calibration) or f"mtp: {AUTO}"
         raise RecipeError(_WHERE, rule, got=got, cure="Choose a form without data, or leave it out")
     return replace(plan, changed_only=True)

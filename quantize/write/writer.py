@@ -172,7 +172,7 @@ class _Job:
             if self.stop.is_set() or (kept.is_file() and kept.read_text() == found):
                 self._done(plan.num_bytes_read(chain(*shard.units)))
                 return
-            rule = "it, or a source file of it, is not as when it was written. It is written again"
+            rule = "it or its source has changed since it was written. It is written again"
             _log.warning("%s: %s.", final, rule)
             final.unlink()
         sums = {output.name: hashlib.sha256() for output in shard.outputs}

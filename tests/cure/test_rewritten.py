@@ -85,7 +85,7 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
     assert found.entries["two"].shape == (2, 1)
     assert (out / "a.safetensors").read_bytes().endswith(b"111122")
     warns = (
-        "3 new, 3 kept. Unchanged files are hard links: who edits one in place edits the source's"
+        "3 new, 3 kept. Unchanged files are hard links: an edit of one in place edits the source's"
     )
     assert warns in written.sentence
     whole, again = digests(out), made(changed(old), out)

@@ -224,7 +224,7 @@ def test_a_run_that_ends_in_its_own_check_is_finished(error, tmp_path, finished,
     words = f"quantize {finished} --set head=FP8_DYNAMIC --out {tmp_path}/out"
     ended = CliRunner().invoke(app, words.split(), catch_exceptions=False)
     assert ended.exit_code == 0
-    assert "Unchanged files are hard links: who edits one in place" in " ".join(
+    assert "Unchanged files are hard links: an edit of one in place" in " ".join(
         ended.output.split()
     )
 
