@@ -45,7 +45,7 @@ from .quantize.plan.choices import choices_of, found_text, refuse_budget
 from .quantize.plan.draft_alone import draft_as_written, recipe_of_draft
 from .quantize.plan.plan import SHARD_BYTES, Plan, make_plan
 from .quantize.run.progress import SILENT, RunProgress
-from .quantize.write.output import claim, is_finished, publish, refuse_output, tidied
+from .quantize.write.output import claim, publish, refuse_output, tidied
 from .quantize.write.refusals import refuse
 from .recipes.errors import GateError, RecipeError
 from .recipes.find import find_recipe
@@ -243,9 +243,9 @@ def quantize(
         GateError: no MTP policy of `mtp: auto` is good enough; or the checkpoint does not pass its
             own check, and keeps its partial name.
     """
-    refuse(plan, out)
+    is_done = refuse(plan, out)
     progress.accepted()
-    if is_finished(plan, out):
+    if is_done:
         return _found_finished(plan, out, keep_calibration=keep_calibration)
     from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
     from .quantize.write.writer import write

@@ -65,7 +65,6 @@ NOT_SHOWN = {
     r"transformer_block\.attn\.[\w.]+ halved$": _ALONE,
     r"layers\.0\.self_attn\.\w+\.weight halved$": _ALONE,
     r"\.shard_1\.weight halved$": "the last part of a table has as many rows as are left",
-    r"\.attention_sink_bias missing$": "vLLM's class alone knows which layers have one",
     r"\.tid2eid as F32$": "whole numbers in F32 are the same numbers",
     r"\.weight_shape as I32$": "no kernel reads it",
 }

@@ -104,7 +104,4 @@ def _modules_at(place: Place, entry: Entry) -> Iterator[str]:
     if not place.row.stacked or place.leaf:
         yield place.module
         return
-    stem = place.module.removesuffix(place.row.path)
-    for path in place.row.unstacked:
-        for expert in range(entry.shape[0]):
-            yield stem + path.replace("{e}", str(expert))
+    yield from place.unstacked(entry.shape[0])

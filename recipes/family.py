@@ -87,6 +87,8 @@ class Row:
             tensor.
         in_every_layer: False where only layers of one kind have the module; the others do not miss
             it.
+        where: what config.json says where a layer that has others of its parent module needs it; of
+            a list, the layer's entry.
         unit: a layer has all modules of a unit, or none; "" where the paths show what belongs
             together.
         interleaved: the rows of q, k and v in it, where they are not in the order that vLLM
@@ -111,6 +113,7 @@ class Row:
     stacked: tuple[str, ...] = ()
     takes_tensor_scale: bool = True
     in_every_layer: bool = True
+    where: Raw = field(default_factory=dict)
     unit: str = ""
     interleaved: Interleaved | None = None
     table_scale: str = ""

@@ -11,7 +11,7 @@ Easy to get wrong: an MTP layer has one index on disk and may have another numbe
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -55,6 +55,17 @@ class Place:
     @property
     def role(self) -> Role:
         return self.row.role
+
+    @property
+    def stem(self) -> str:
+        """What comes before the row's path, which has no expert in it."""
+        return self.module.removesuffix(self.row.path)
+
+    def unstacked(self, num_experts: int) -> Iterator[HFName]:
+        """The modules that a stacked parameter becomes, expert by expert."""
+        for expert in range(num_experts):
+            for path in self.row.unstacked:
+                yield HFName(self.stem + path.replace("{e}", str(expert)))
 
     @property
     def is_known(self) -> bool:

@@ -379,13 +379,12 @@ class Decisions:
                 got=f"shape {list(weight.shape)}",
                 cure="Take config.json from the original release",
             )
-        stem = place.module.removesuffix(place.row.path)
         dtype = "BF16"
         if weight.form == "plain":
             dtype = weight.weight.dtype
         outputs = list[Output]()
         for path, rows in zip(place.row.interleaved.into, slices, strict=True):
-            name = HFName(f"{stem}{path}.weight")
+            name = HFName(f"{place.stem}{path}.weight")
             outputs.append(Output(name, dtype, (count * rows, weight.shape[1])))
         made = _planned(weight, place, "dequantize", reason, tuple(outputs))
         return made._replace(slices=tuple(slices))

@@ -35,7 +35,7 @@ def is_table(place: Place) -> bool:
 
 def table_scale(place: Place, dtype: str) -> HFName:
     """The scale that all parts of an n-gram table share, whose rows have this dtype."""
-    scale = place.module.removesuffix(place.row.path) + place.row.table_scale
+    scale = place.stem + place.row.table_scale
     if dtype == "U8":
         scale += "_2"
     return HFName(scale)

@@ -172,12 +172,9 @@ def packed_outputs(place: Place, scheme: str, shape: Shape) -> tuple[Output, ...
     if not stacked:
         return _outputs_of(place.module, scheme, shape)
     num_experts, rows, columns = shape
-    stem = place.module.removesuffix(place.row.path)
     outputs = list[Output]()
-    for expert in range(num_experts):
-        for path in place.row.unstacked:
-            module = HFName(stem + path.replace("{e}", str(expert)))
-            outputs += _outputs_of(module, scheme, (rows // len(stacked), columns))
+    for module in place.unstacked(num_experts):
+        outputs += _outputs_of(module, scheme, (rows // len(stacked), columns))
     return tuple(outputs)
 
 

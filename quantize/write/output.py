@@ -8,13 +8,17 @@ Easy to get wrong: only the same plan may continue from a killed run's shards.
 
 import hashlib
 import json
+import logging
+import os
 import platform
 import shutil
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from filecmp import cmpfiles
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ... import __version__
 from ...checkpoints.companions import inside
@@ -56,6 +60,8 @@ from ...recipes.schema import AUTO, Recipe
 from ..needs.room import calibration_folder, refuse_full_disk
 from ..plan.configs import config_of, files_of
 from ..plan.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 
 def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> None:
@@ -112,8 +118,6 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
             before = small_bytes(source, name)
         texts[name] = in_form_of(before, content).decode()
     texts[RECORD] = record_of(plan, calibration).text()
-    for name, text in texts.items():
-        write_whole(partial / name, text)
     assert source.folder is not None
     cure = "Run the same command again: it compares what is written, and writes anew what differs"
     if plan.needs_calibration:
@@ -122,6 +126,8 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
     states = refuse_changed_files(source, source.states, cure=cure)
     for shard in plan.linked:
         link_within(partial, shard.file, source.folder / shard.file)
+    for name, text in texts.items():  # the record's time is later than that of the links
+        write_whole(partial / name, text)
     for name in plan.companions:
         shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
     refuse_strays(partial, own | texts.keys() | {*plan.companions})
@@ -188,7 +194,7 @@ def is_finished(plan: Plan, out: Path) -> bool:
             )
             for group, donor in source.donors.items()
         )
-        and _is_older(plan, (out / RECORD).stat().st_mtime_ns)
+        and _is_older(plan, out / RECORD)
     )
 
 
@@ -210,10 +216,11 @@ def _is_same(
     return is_named and (source.folder is None or record.files == files)
 
 
-def _is_older(plan: Plan, made_ns: int) -> bool:
+def _is_older(plan: Plan, record: Path) -> bool:
     """Whether no file of a source folder, or of a dataset here, was written to since."""
     if plan.source.folder is None:
         return True
+    made_ns = record.stat().st_mtime_ns
     states = list(plan.source.states.values())
     if plan.recipe.calibration is not None:
         for texts in plan.recipe.calibration.mix:
@@ -223,13 +230,30 @@ def _is_older(plan: Plan, made_ns: int) -> bool:
             for path in (dataset, *dataset.rglob("*")):
                 if path.is_file():
                     states += states_of(path.parent, [path.name]).values()
-    newest = 0
-    for state in states:
-        newest = max(newest, state.mtime_ns)
-        # A link changes the ctime, whoever made it.
-        if not plan.keeps_shards and state.num_links == 1:
-            newest = max(newest, state.ctime_ns)
-    return newest < made_ns
+    if any(state.mtime_ns >= made_ns for state in states):
+        return False
+    # A link changes the ctime as it comes and as it goes, and so does `cp -p`.
+    newer = [state for state in states if state.ctime_ns >= made_ns]
+    if not newer or plan.needs_batches:
+        return plan.keeps_shards or all(state.num_links > 1 for state in newer)
+    is_same = _is_same_again(plan, record.parent)
+    if is_same:
+        os.utime(record)  # once is enough
+    return is_same
+
+
+def _is_same_again(plan: Plan, out: Path) -> bool:
+    """Whether a data-free plan gives, now, the files that are there: it is carried out again."""
+    from .writer import write_shards
+
+    _log.warning("%s: made again and compared: newer ctime", out)
+    with TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as folder:
+        again = Path(folder)
+        refuse_full_disk(plan, again, with_calibration=False)
+        write_shards(plan, again, threads=os.cpu_count() or 1)
+        finish(plan, again, recipe_text="")
+        names = {shard.file for shard in plan.shards}.union(files_of(plan), plan.companions)
+        return not any(cmpfiles(out, again, names, shallow=False)[1:])
 
 
 def _name_of(source: Source) -> str:

@@ -19,8 +19,8 @@ from ..run.processes import place_of_process, refuse_processes
 from .output import is_finished, refuse_output
 
 
-def refuse(plan: Plan, out: Path) -> None:
-    """Refuse a run that cannot succeed here. One that has succeeded is not refused.
+def refuse(plan: Plan, out: Path) -> bool:
+    """Refuse a run that cannot succeed here. Returns whether it has succeeded before.
 
     Args:
         plan: what will be done.
@@ -32,7 +32,8 @@ def refuse(plan: Plan, out: Path) -> None:
             a package that packs or calibrates is not installed; or there are more processes than
             sequences.
     """
-    if not is_finished(plan, out):
+    is_done = is_finished(plan, out)
+    if not is_done:
         calibration = ""
         if plan.needs_batches:
             calibration = None  # the batches are not read yet
@@ -43,6 +44,7 @@ def refuse(plan: Plan, out: Path) -> None:
         refuse_processes(plan.recipe.calibration, place_of_process().size, plan.recipe.name)
     # Last: what no package cures is refused before one is named.
     _refuse_missing_extra(plan)
+    return is_done
 
 
 def _refuse_missing_extra(plan: Plan) -> None:

@@ -293,13 +293,10 @@ def _unstacked(entry: Entry, place: Place) -> Iterator[tuple[HFName, Member]]:
     shape = (num_rows // len(place.row.stacked), num_columns)
     if math.prod(shape) * count != math.prod(entry.shape):
         return
-    stem = place.module.removesuffix(place.row.path)
     start = entry.start
     num_bytes = entry.num_bytes // max(1, count)
-    for expert in range(num_experts):
-        for path in place.row.unstacked:
-            module = HFName(stem + path.replace("{e}", str(expert)))
-            parts = {"weight": replace(entry, shape=shape, start=start, num_bytes=num_bytes)}
-            weight = StoredWeight(module=module, form="plain", parts=parts, shape=shape)
-            yield module, Member(place, weight)
-            start += num_bytes
+    for module in place.unstacked(num_experts):
+        parts = {"weight": replace(entry, shape=shape, start=start, num_bytes=num_bytes)}
+        weight = StoredWeight(module=module, form="plain", parts=parts, shape=shape)
+        yield module, Member(place, weight)
+        start += num_bytes

@@ -507,8 +507,7 @@ def table_is_as_built(runtime: RuntimeView) -> Objections:
         for member in module.members:
             scale = member.place.row.table_scale
             if scale:
-                stem = member.place.module.removesuffix(member.place.row.path)
-                tables[HFName(stem + scale), module.name].append(member.weight)
+                tables[HFName(member.place.stem + scale), module.name].append(member.weight)
     for (scale, name), parts in tables.items():
         built = _table_built(runtime, name)
         parts.sort(key=lambda part: (len(part.module), part.module))  # as they are numbered

@@ -11,6 +11,8 @@ part must each have all that some decoder layer has.
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
+from itertools import chain
 
 from ...checkpoints.companions import INDEX
 from ...checkpoints.dialects.choose import Unquantized
@@ -25,6 +27,7 @@ from ...checkpoints.stored import (
 )
 from ...recipes.errors import counted
 from ...recipes.family import HFName, Part, Row
+from ...recipes.family_view import FamilyView
 from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
 from .rules_kv import is_kv_scale
@@ -225,6 +228,8 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
             if not is_mtp:
                 gaps += [frozenset(model - paths) for model in drafts if paths and paths < model]
             whole = set[str]().union(*[units[unit] for unit in halves[half].values() if unit])
+            if half == _OTHERS and not is_mtp:
+                whole |= _needed_by_config(view, index, halves)
             rest = frozenset(whole.difference(*halves.values()))
             if rest:
                 gaps.append(rest)
@@ -247,6 +252,25 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
                     cure,
                     f"{part} {index} {half}",
                 )
+
+
+def _needed_by_config(
+    view: FamilyView, index: int, halves: Mapping[str, Mapping[str, str]]
+) -> set[str]:
+    """What a decoder layer needs by `Row.where`."""
+    needed = set[str]()
+    for row in view.family.block:
+        parent = row.path.rpartition(".")[0]
+        is_needed = any(path.startswith(f"{parent}.") for path in chain(*halves.values()))
+        for key, value in row.where.items():
+            said = view.text_config.get(key)
+            if isinstance(said, list):
+                value = [value]
+                said = said[index : index + 1]
+            is_needed &= said == value
+        if row.where and is_needed:
+            needed.add(row.path)
+    return needed
 
 
 def layers_have_known_names(runtime: RuntimeView) -> Objections:
@@ -491,8 +515,7 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
             continue
         # The checkpoint may have q, k and v apart where the source has them in one matrix.
         if place.row.interleaved:
-            stem = place.module.removesuffix(place.row.path)
-            apart = {HFName(stem + path) for path in place.row.interleaved.into}
+            apart = {HFName(place.stem + path) for path in place.row.interleaved.into}
             if apart <= runtime.weights.keys():
                 continue
         if name not in own:

@@ -324,13 +324,45 @@ def test_a_run_that_was_killed_after_its_end_is_finished(tmp_path, source, unbro
     assert digests(out) == unbroken[ONE] and beside(out) == ["out"]
 
 
-def test_an_output_stays_finished_where_others_link_its_source(tmp_path, source):
-    """A release is linked by who changes one group of it; a link changes the ctime alone."""
+def test_an_output_stays_finished_where_others_link_its_source(tmp_path, source, caplog):
+    """A release is linked by who changes one group of it; a link that comes or goes changes its
+    ctime alone."""
     out = tmp_path / "out"
     quantized(source, out)
-    os.link(shard_of(source), tmp_path / "linked.safetensors")
+    linked = tmp_path / "linked.safetensors"
+    os.link(shard_of(source), linked)
     plan, text = planned(source)
     assert pipeline.quantize(plan, text, out=out).was_there
+    assert "made again" in caplog.text
+    caplog.clear()
+    assert pipeline.quantize(plan, text, out=out).was_there
+    assert "made again" not in caplog.text
+    linked.unlink()
+    for name in ("config.json", plan.companions[0]):
+        os.link(source / name, linked)
+        linked.unlink()
+    plan, text = planned(source)
+    assert pipeline.quantize(plan, text, out=out).was_there
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+@pytest.mark.parametrize("old", ['"initializer_range": 0.04', '"content": "<pad>"', ""])
+def test_a_source_of_other_bytes_and_the_same_times_is_found(old, is_linked, tmp_path, source):
+    """As `cp -p` writes it: config.json, the tokenizer, a shard."""
+    out = tmp_path / "out"
+    quantized(source, out)
+    path = shard_of(source)
+    if old:
+        (path,) = [each for each in source.glob("*[gr].json") if old in each.read_text()]
+        before = path.stat()
+        path.write_text(path.read_text().replace(old, old.swapcase()))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    else:
+        overwrite(path, TENSOR, keep_times=True)
+    if is_linked:
+        os.link(path, tmp_path / "linked")
+    with pytest.raises(RecipeError, match="never overwritten; got a finished checkpoint"):
+        quantized(source, out)
 
 
 def test_a_finished_output_of_another_run_is_refused(tmp_path, source):

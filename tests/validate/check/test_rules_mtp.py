@@ -249,6 +249,8 @@ def test_lacking(case, tmp_path):
         ("minimax-m3", r".*\.layers\.1\.self_attn\.index_k_norm\.weight"),
         ("dsv4-flash", r"layers\.0\.ffn\.gate\.weight"),
         ("dsv4-flash", r"layers\.1\.attn\.indexer\.compressor\.ape"),
+        ("dsv4.1-flash", r"layers\.1\.attn\.compressor\.wgate\.weight"),
+        ("mimo-v2.5", r"model\.layers\.2\.self_attn\.attention_sink_bias"),
         ("dsv4.1-flash", r"layers\.1\.engram\.q_weight"),
         ("dsv4.1-flash", r"layers\.1\.attn\.indexer\.k_norm\.weight"),
         ("qwen3.8-flash-next", r".*\.layers\.1\.ple\.conv1d\.weight"),
