@@ -37,7 +37,7 @@ def bench(
     requests: Annotated[int, typer.Option(min=0, help="Requests a repetition.")] = 0,
     output_tokens: MaxTokensOption = 256,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions with each server.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of prompts.")] = 0,
     dry_run: DryRunOption = False,
 ) -> None:
     """Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load;
@@ -49,9 +49,10 @@ def bench(
     fastest of the smaller one. Each repetition is kept as it comes: the same command measures only
     what is missing.
 
-    Without -k it is 0..4, as far as the checkpoint can draft; without --requests, four for each in
-    flight, 16 at least; without --prompts, 400 word problems: a file of yours has `prompt`,
-    `messages` or `turns` (SPEED-Bench) on each line. With --source, the same matrix for it too.
+    Without -k, k is 0 to 4, as far as the checkpoint can draft. Without --requests, there are four
+    for each in flight, and at least 16. Without --prompts, 400 word problems are asked; a file of
+    your own has `prompt`, `messages` or `turns` (SPEED-Bench) on each line. With --source, the same
+    matrix is measured for it too.
 
     Exit status 1 if a server or a request fails.
 

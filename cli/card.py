@@ -30,13 +30,13 @@ def card(
     """Write a checkpoint's model card: README.md, the same as an HTML page, plots and the whole
     report, ready for `keepmtp publish`.
 
-    Every number comes from the result files in NAME.report. A report that differs from them makes
-    no card. The card says what was not measured, and what the gates say. It is made whether they
-    pass or not; exit status 0.
+    Every number comes from the result files in NAME.report. No card is made from a report that
+    differs from them. The card says what was not measured, and what the gates say. It is made
+    whether they pass or not; exit status 0.
 
     A base model is named only if it was read from the Hub. Otherwise the card says that
-    --base-model is the author's word. The license is what the source's own card says, if --license
-    does not; --source is that folder, if it is not the one that keepmtp.json names.
+    --base-model is the author's word. Without --license, the license is that of the source's own
+    card. Without --source, the source is the folder that keepmtp.json names.
 
     \b
     Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`

@@ -147,13 +147,15 @@ def eval(
     lossless    the tasks with MTP off too; a probe in twelve scripts and in code
     closeness   divergence and flips of the predictions on held-out text
 
-    Closeness is asked where the recipe limits it, or with --text; the rest always. Each server is
-    started once, for all that it is asked; --dry-run says which. An answer is kept as it comes: the
-    same command asks only what is missing. A server's error is never a wrong answer. What is not
-    given here is as in the recipe's `evaluation` block. Words after `--` go to `vllm serve`.
+    Closeness is measured where the recipe limits it, or with --text; the others always. Each server
+    is started once, for all that it is asked; --dry-run prints which. Each answer is kept as it
+    comes: the same command asks only what is missing. An error of a server never counts as a wrong
+    answer. What the command line does not say is as in the recipe's `evaluation` block. Words after
+    `--` go to `vllm serve`.
 
-    Exit status 1 if a server fails or a gate of what was asked is a regression; 3 if too little was
-    measured to tell. `--only gates` asks nothing, and judges by all gates what was measured before.
+    Exit status 1 if a server fails, or if a gate of what was measured shows a regression; 3 if too
+    little was measured to tell. `--only gates` asks nothing: it judges what was measured before, by
+    all gates.
 
     With --draft, the draft is judged, PATH is its target, and its results are in DRAFT.report.
 

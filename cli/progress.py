@@ -184,11 +184,7 @@ def asking(*, as_json: bool) -> Iterator[Callable[[Step], None]]:
     """The progress of what is measured with servers: a bar a checkpoint, or lines."""
 
     def asked(step: Step) -> None:
-        rate = ""
-        if step.tokens_per_second > 0:
-            rate = f"  {step.tokens_per_second:,.0f} tok/s"
-        num = f"{step.unit} {step.done:,} of {step.total:,}"
-        words = step.doing or f"{num}{rate}{_eta(step.eta_seconds)}"
+        words = step.doing or _of_step(step, step.unit)
         show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)
 
     with _lines(as_json=as_json) as show:
@@ -203,11 +199,15 @@ def _eta(seconds: float | None) -> str:
 
 def in_words(step: CalibrationStep) -> str:
     """`layer 12 of 61  14,203 tok/s  ETA 0:41:10  peak 18.2 GiB`."""
-    return (
-        f"{_STEP_WORDS.get(step.step, 'step')} {step.done:,} of {step.total:,}  "
-        f"{step.tokens_per_second:,.0f} tok/s"
-        f"{_eta(step.eta_seconds)}  peak {step.memory_gib:.1f} GiB"
-    )
+    words = _of_step(step, _STEP_WORDS.get(step.step, "step"))
+    return f"{words}  peak {step.memory_gib:.1f} GiB"
+
+
+def _of_step(step: CalibrationStep | Step, unit: str) -> str:
+    rate = ""
+    if step.tokens_per_second > 0:
+        rate = f"  {step.tokens_per_second:,.0f} tok/s"
+    return f"{unit} {step.done:,} of {step.total:,}{rate}{_eta(step.eta_seconds)}"
 
 
 def _json_line(step: Any) -> None:

@@ -49,8 +49,8 @@ def publish(
     login`.
 
     To the repository that it was made from, and to any that is public, only what has changed is
-    sent: one commit, as a pull request, unless the first has moved on. --update proposes it to what
-    is there now.
+    sent, as one commit in a pull request. If the repository that it was made from has moved on,
+    nothing is sent; --update proposes the change to what is there now.
 
     Exit status 1 if the report is not green or the repository is not what was sent; 2 for anything
     else.
