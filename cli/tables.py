@@ -35,8 +35,8 @@ ERR = Console(stderr=True)
 
 
 def is_live() -> bool:
-    """Whether somebody looks at standard error: a line may be written over."""
-    return ERR.is_terminal or ERR.is_jupyter
+    """Whether a line of standard error may be written over: FORCE_COLOR makes no terminal."""
+    return ERR.file.isatty() or ERR.is_jupyter
 
 
 def write_over(line: str, *, stays: bool = False) -> None:
@@ -50,7 +50,7 @@ def write_over(line: str, *, stays: bool = False) -> None:
 
 def clear() -> None:
     """Remove the line that does not stay. A notebook prints elsewhere."""
-    if ERR.is_terminal:
+    if ERR.file.isatty():
         ERR.file.write("\r\x1b[2K")
 
 

@@ -43,6 +43,7 @@ class Screen(Console):
     def __init__(self, *, is_terminal: bool, is_notebook: bool) -> None:
         kind = {"force_terminal": is_terminal, "force_jupyter": is_notebook}
         super().__init__(file=io.StringIO(), width=120, **kind)
+        self.file.isatty = lambda: is_terminal
 
     @property
     def text(self) -> str:
