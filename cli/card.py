@@ -54,9 +54,7 @@ def card(
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
     # A checkpoint that failed its gates gets a card too, which says so first; `keepmtp publish`
     # refuses it.
-    judged = "not judged"
-    if report.judgement:
-        judged = report.judgement.verdict
+    judged = report.judgement.verdict
     says = report.verdict.says
     found = {"card": str(made), "files": files, "verdict": judged, "says": says}
     answer(found, [in_words(found)], as_json=as_json)

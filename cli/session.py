@@ -239,9 +239,7 @@ class Session:
         if self.is_recorded:
             opened = checkpoint.source
             record_static(self.out, opened, checkpoint.identity, source=compared, target=target)
-            judgement = reports.refresh(self.out).judgement
-            assert judgement is not None, "a report of results is judged"
-            return judgement
+            return reports.refresh(self.out).judgement
         checked = static(checkpoint.source, source=compared, target=target).data
         judgement = judge(check=checked, **facts, **how)
         made: Any = {"judgement": judgement, **facts}

@@ -47,7 +47,6 @@ def test_source_and_checkpoint_stand_beside_each_other_and_a_sentence_says_which
         "ms for each further token, 1 at once, k=3 8.6 5.2 -",
         "tokens a second, 8 at once, k=0 900.0 ± 18.0 900.0 ± 18.0 -",
         "Serve 1 at once with k=3, 1.82 times as fast as without MTP; 8 at once without MTP.",
-        "k=4, 8 at once: 77.4 % of the drafts are accepted, and it is slower than k=0 (0.53x).",
         "Tokens a second: ± half the distance from slowest to fastest",
         "880 prompts of qualitative.jsonl, as messages through the chat template, greedily;",
         "vLLM 0.32.0 on NVIDIA H200 (140 GiB).",

@@ -21,7 +21,6 @@ from .served import Drafts, ServedModel, those, total
 RequestForm = Literal["chat", "completions"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-_HIGH_ACCEPTANCE = 0.5
 NO_SPEED = (
     "Speed was not measured in a way that promises one: that needs a GPU, and `keepmtp bench` of "
     "these very bytes."
@@ -85,13 +84,21 @@ class BenchCell(Fact):
         """vLLM's counters over all repetitions."""
         return total(self.repetitions)
 
-    @property
-    def rate(self) -> str:
+    def row(self, case: str, of: Arm, *, also: str = "", is_detail: bool = False) -> Row:
         """Tokens a second, ± half of what repetitions spread."""
-        if not self.rates:
-            return "failed"
-        spread = max(self.rates) - min(self.rates)
-        return f"{self.tokens_per_second:,.1f} ± {spread / 2:,.1f}"
+        around = None
+        if self.rates:
+            around = (min(self.rates), max(self.rates))
+        return Row(
+            metric="tokens a second",
+            case=case,
+            of=of,
+            value=self.tokens_per_second,
+            unit="rate",
+            around=around,
+            also=("", also),
+            is_detail=is_detail,
+        )
 
     @property
     def rates(self) -> list[float]:
@@ -134,6 +141,8 @@ class Benched(ServedModel):
         cells: by concurrency, then k.
     """
 
+    dropped = frozenset({"slower"})
+
     sha256: str
     form: RequestForm
     max_num_seqs: Count
@@ -171,24 +180,6 @@ class Benched(ServedModel):
     def recommended(self) -> tuple[RecommendedK, ...]:
         """The k to serve with, for each load."""
         return tuple([self._recommended(load) for load in self.loads])
-
-    @computed_field
-    @property
-    def slower(self) -> tuple[str, ...]:
-        """A sentence for each cell that accepts much and is slower than k=0 all the same."""
-        said = []
-        # A draft costs time too, and only tokens a second say whether it paid (vllm #39680,
-        # #35387).
-        for cell in self.cells:
-            share = cell.drafts.acceptance
-            times = self.times(cell)
-            if times and share is not None and share >= _HIGH_ACCEPTANCE and times[2] < 1:
-                said.append(
-                    f"k={cell.k}, {words_of(cell.concurrency)}: {100 * share:.1f} % of the drafts "
-                    f"are accepted, and it is slower than k=0 ({times[1]:.2f}x). A draft costs "
-                    "more time here than it saves."
-                )
-        return tuple(said)
 
     def _recommended(self, concurrency: int) -> RecommendedK:
         """From the smallest k upwards: a larger one only if its slowest repetition beats the
@@ -276,26 +267,23 @@ class BenchFact(Fact):
         """By load and k tokens a second, how much faster than k=0 that is, times, and drafts."""
         for model in self.benched:
             for cell in model.cells:
-                case = f"{words_of(cell.concurrency)}, k={cell.k}"
-                said = {"tokens a second": cell.rate}
+                asked = words_of(cell.concurrency)
+                case = f"{asked}, k={cell.k}"
+                yield cell.row(case, model.role, is_detail=True)
                 times = model.times(cell)
                 if cell.k and times:
-                    said["times as fast as k=0"] = f"{times[1]:.2f}"
+                    yield detail("times as fast as k=0", case, model.role, times[1], "times")
                 if cell.repetitions:
-                    firsts = [one.first_token_ms for one in cell.repetitions]
-                    others = [one.per_token_ms for one in cell.repetitions]
-                    said["ms to the first token"] = f"{median(firsts):,.1f}"
-                    said["ms for each further token"] = f"{median(others):,.1f}"
-                for metric, says in said.items():
-                    yield detail(metric, case, model.role, says=says)
-                asked = words_of(cell.concurrency)
+                    first = median([one.first_token_ms for one in cell.repetitions])
+                    other = median([one.per_token_ms for one in cell.repetitions])
+                    yield detail("ms to the first token", case, model.role, first, "ms")
+                    yield detail("ms for each further token", case, model.role, other, "ms")
                 yield from cell.drafts.accepted(model.role, cell.k, asked, is_detail=True)
 
     def _row(self, model: Benched, load: int, k: int | None, of: Arm) -> Iterator[Row]:
         cell = None if k is None else model.cell(k, load)
         if cell:
-            says = f"{cell.rate}, k={k}"
-            yield Row(metric="tokens a second", case=words_of(load), of=of, says=says)
+            yield cell.row(words_of(load), of, also=f", k={k}")
 
     def notes(self) -> Iterator[str]:
         """The same, of figures that count."""
@@ -320,7 +308,6 @@ class BenchFact(Fact):
                 yield f"{load}: no k is recommended: {row.says}."
         if advised:
             yield f"Serve {'; '.join(advised)}."
-        yield from self.checkpoint.slower
         for model in self.benched:
             for cell in model.cells:
                 if cell.error:

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt, computed_field
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from .numbers import percent
-from .rows import Row, detail, share_of
+from .rows import CONFIDENCE, Row, detail, interval
 from .served import ServedModel
 
 
@@ -44,8 +44,6 @@ class ClosenessFact(Fact):
 
     Attributes:
         text, text_sha256: the file with the texts.
-        against: whether the texts were compared with those of calibration, in a sentence; "" where
-            it had none.
         texts: in the file; the last ones may be more than was asked for.
         windows, window: how many, and tokens of one at most. Each begins a text, or goes on in it
             without what was before.
@@ -64,9 +62,10 @@ class ClosenessFact(Fact):
         environment: versions and device.
     """
 
+    dropped = frozenset({"against"})
+
     text: str
     text_sha256: str
-    against: str
     texts: Count
     windows: PositiveInt
     window: Annotated[int, Field(gt=1)]
@@ -107,18 +106,33 @@ class ClosenessFact(Fact):
 
     def rows(self, wanted: str) -> Iterator[Row]:
         """Divergence, flips and perplexities."""
-        says = f"{self.divergence:.3g}"
-        if not self.is_exact:
-            says = f"at least {says}"
-        if self.stderr is not None:
-            says += f" ± {self.stderr:.2g}"
         case = f"{self.tokens:,} tokens"
-        says += " nats a token"
-        yield Row(metric="divergence from the source", case=case, of="checkpoint", says=says)
-        flips = share_of(self.flip_rate, self.effective_tokens)
-        yield detail("the most likely token differs", case, "checkpoint", says=flips)
+        least = ""
+        if not self.is_exact:
+            least = "at least "
+        around = None
+        if self.stderr is not None:
+            around = (self.divergence - self.stderr, self.divergence + self.stderr)
+        yield Row(
+            metric="divergence from the source",
+            case=case,
+            of="checkpoint",
+            value=self.divergence,
+            unit="nats",
+            around=around,
+            also=(least, " nats a token"),
+        )
+        yield detail(
+            "the most likely token differs",
+            case,
+            "checkpoint",
+            self.flip_rate,
+            "%",
+            around=interval(self.flip_rate, self.effective_tokens),
+            confidence=CONFIDENCE,
+        )
         for one in self.predicted:
-            yield detail("perplexity", case, one.role, says=f"{one.perplexity:.4g}")
+            yield detail("perplexity", case, one.role, one.perplexity, "perplexity")
 
     def notes(self) -> Iterator[str]:
         """What a reader of these rows should know."""
@@ -126,8 +140,6 @@ class ClosenessFact(Fact):
             f"Text: {self.text}, in windows of at most {self.window:,} tokens; {self.samples} has "
             "every position."
         )
-        if self.against:
-            yield self.against
         if not self.is_exact:
             yield (
                 f"The rest of the vocabulary, {percent(self.outside)} of the source's probability, "

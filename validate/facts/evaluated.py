@@ -20,7 +20,6 @@ from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.errors import counted
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
-from .numbers import percent
 from .rows import Row, detail
 from .served import Drafts, ServedModel, those
 
@@ -46,10 +45,6 @@ class ScoreFact(Fact):
     filter: str
     value: Share
     stderr: Figure
-
-    def __str__(self) -> str:
-        """`68.92 % ± 1.27`, with the standard error in points."""
-        return f"{percent(self.value)} ± {100 * self.stderr:.2f}"
 
 
 def score_of(name: str, values: Sequence[float], num_questions: int | None = None) -> ScoreFact:
@@ -220,12 +215,15 @@ class TaskFact(Fact):
                     metric=f"{name}, {score.filter}",
                     case=asked,
                     of=arm.role,
-                    says=f"{score}",
+                    value=score.value,
+                    unit="%",
+                    around=(score.value - score.stderr, score.value + score.stderr),
                     is_detail=score.filter != judged,
                 )
             for what, num in (("cut", arm.num_truncated), ("empty", arm.num_empty)):
-                says = f"{percent(num / arm.num_questions)} ({num:,})"
-                yield detail(f"{name}, {what}", asked, arm.role, says=says)
+                share = num / arm.num_questions
+                also = ("", f" ({num:,})")
+                yield detail(f"{name}, {what}", asked, arm.role, share, "%", also=also)
             yield from arm.accepted(arm.role, self.protocol.k, name, is_detail=not is_first)
 
     def notes(self) -> Iterator[str]:
@@ -250,8 +248,6 @@ class TaskFact(Fact):
                 yield "The source has no MTP block: it was served with MTP off."
             elif not model.drafts:
                 yield f"The drafts of the {model.title} were not counted: its server was killed."
-            if model.sittings > 1:
-                yield f"The {model.title} was asked in {model.sittings} sittings."
         fields = self.protocol.model_dump(exclude_none=True)
         said = ", ".join([f"{name} {value}" for name, value in fields.items()])
         harness = (

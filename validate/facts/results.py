@@ -26,7 +26,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 
 from ... import __version__
-from ...checkpoints.fact import Fact
+from ...checkpoints.fact import Count, Fact
 from ...checkpoints.files import refuse_strange, write_whole
 from ...checkpoints.identity import Identity
 from ...checkpoints.json_file import read_bytes_of
@@ -39,7 +39,6 @@ from .closeness import ClosenessFact
 from .dry_load import DryLoad, newest
 from .evaluated import EvaluationFact
 from .findings import CheckpointFacts, Finding, errors_of
-from .schema import GroupSize
 from .served import OfDraft, ServeCheck, TargetFact
 
 Station = Literal["check", "serve", "eval", "bench", "closeness"]
@@ -48,6 +47,18 @@ Station = Literal["check", "serve", "eval", "bench", "closeness"]
 def now() -> str:
     """The time, as a result says when it was made."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+class GroupSize(Fact):
+    """Bytes of one module group, scales included; `num_bytes_before` is the source's, None if none
+    was given.
+    """
+
+    part: str
+    group: str
+    num_tensors: Count
+    num_bytes: Count
+    num_bytes_before: Count | None = None
 
 
 class CheckData(Fact):

@@ -1,9 +1,9 @@
-"""report.json, version 9: everything that was found about one checkpoint.
+"""report.json, version 10: everything that was found about one checkpoint.
 
 In and out: the file itself. `report.py` fills it, and `validate/report/card.py` makes the model
 card from it and from nothing else.
 
-    schema, keepmtp, vllm, made_at   9, what wrote it, the vLLM that judged, when (UTC)
+    schema, keepmtp, vllm, made_at   10, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}  the checkpoint, and the sentence on top of the page
     facts                            family, dialect, counts, bytes, forms of the MTP block
     findings [...]                   origin, severity, where, says, cure, rule, count
@@ -17,7 +17,7 @@ card from it and from nothing else.
     judgement {...}                  the gates: pass, regression or infeasible, with a reason each
     identity {...}                   the bytes that all of this was measured on, file by file
     results {file: sha256}           result files in the same folder with the same numbers
-    absent {part: sentence}          why a part is empty
+    absent {part: sentence}          why sizes or calibration are empty
     target {path, revision, sha256}  of a draft of its own alone: what it was judged and served with
 
 Easy to get wrong: a field that is added, renamed or read otherwise is a new version; unknown fields
@@ -25,36 +25,22 @@ are refused, so that a page never leaves out what it does not know.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, PositiveInt
 
-from ...checkpoints.fact import Count, Fact
+from ...checkpoints.fact import Fact
 from ...checkpoints.identity import Identity
-from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.protocol import Gates
 from .benched import BenchFact
 from .closeness import ClosenessFact
-from .dry_load import DryLoad
 from .evaluated import EvaluationFact
-from .findings import CheckpointFacts, Finding
-from .served import OfDraft, ServeCheck
+from .results import CheckData
+from .served import ServeCheck
 
 JudgementWord = Literal["pass", "regression", "infeasible"]
 # People read what is missing, and not that a verdict is infeasible.
 _TITLES = {"infeasible": "not measured"}
-
-
-class GroupSize(Fact):
-    """Bytes of one module group, scales included; `num_bytes_before` is the source's, None if none
-    was given.
-    """
-
-    part: str
-    group: str
-    num_tensors: Count
-    num_bytes: Count
-    num_bytes_before: Count | None = None
 
 
 class HasVerdict(Fact):
@@ -101,48 +87,20 @@ class VerdictFact(Fact):
     says: str
 
 
-class FullReport(Fact):
+class FullReport(CheckData):
     """The file; see the module's docstring."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
-    version: Literal[9] = Field(default=9, alias="schema")
+    version: Literal[10] = Field(default=10, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str
-    path: str
     verdict: VerdictFact
-    facts: CheckpointFacts
-    findings: tuple[Finding, ...]
-    sizes: tuple[GroupSize, ...] = ()
-    dry: tuple[DryLoad, ...] = ()
-    calibration: CalibrationFact | None = None
     serve: ServeCheck | None = None
     evaluation: EvaluationFact | None = None
     bench: BenchFact | None = None
     closeness: ClosenessFact | None = None
-    judgement: JudgementFact | None = None
+    judgement: JudgementFact
     identity: Identity | None = None
     results: Mapping[str, str] = Field(default_factory=dict)
-    absent: Mapping[str, str] = Field(default_factory=dict)
-    target: OfDraft = None
-
-    @model_validator(mode="after")
-    def _says_what_is_absent(self) -> Self:
-        """The page shows the reason where it would show the part."""
-        for part in ("sizes", "dry", "calibration", "serve", "evaluation", "identity"):
-            if not getattr(self, part) and part not in self.absent:
-                raise ValueError(f"absent.{part} must say why there is no {part}")
-        return self
-
-    @model_validator(mode="after")
-    def _judges_a_score_that_is_there(self) -> "FullReport":
-        if self.evaluation and self.judgement:
-            names = {score.filter for score in self.evaluation.checkpoint.scores}
-            wanted = self.evaluation.judged_filter(self.judgement.gates.filter)
-            if wanted and wanted not in names:
-                raise ValueError(
-                    "judgement.gates.filter must be one of the evaluation's, "
-                    f"{', '.join(sorted(names))}"
-                )
-        return self

@@ -19,7 +19,7 @@ from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...recipes.errors import counted
 from .numbers import figure
 from .probed import ProbeFact
-from .rows import ARM_TITLES, Arm, Row, detail, share_of
+from .rows import ARM_TITLES, CONFIDENCE, Arm, Row, detail, interval
 
 T = TypeVar("T")
 Role = Literal["source", "checkpoint"]
@@ -146,11 +146,20 @@ class Drafts(Fact):
     def accepted(self, of: Arm, k: int, asked: str, *, is_detail: bool = False) -> Iterator[Row]:
         """The share of drafted tokens that were accepted, where any were drafted."""
         share = self.acceptance
-        if share is not None:
-            length = figure(self.mean_accepted_length)
-            says = f"{share_of(share, self.trials(k))} of {self.draft_tokens:,}, length {length}"
-            case = f"k={k}, {asked}"
-            yield Row(metric="accepted", case=case, of=of, says=says, is_detail=is_detail)
+        if share is None:
+            return
+        yield Row(
+            metric="accepted",
+            case=f"k={k}, {asked}",
+            of=of,
+            value=share,
+            unit="%",
+            around=interval(share, self.trials(k)),
+            confidence=CONFIDENCE,
+            n=self.draft_tokens,
+            also=("", f", length {figure(self.mean_accepted_length)}"),
+            is_detail=is_detail,
+        )
 
     def trials(self, k: int) -> float:
         """Of acceptance: a later token is accepted only if all before it are, so the draft is the
@@ -188,11 +197,12 @@ class Run(Drafts):
         outputs: one for each prompt; empty if not loaded.
         partings: prompts whose output differs from that of k=0 of the same checkpoint; None where
             there is nothing to compare with (k=0 itself, or it did not load).
-        is_repeatable: the first prompt, which is asked twice, got the same tokens both times.
         error: vLLM's last error words; "" if loaded.
         log: path of the server's log.
         probed: the answers to the probe, by depth.
     """
+
+    dropped = frozenset({"is_repeatable"})
 
     k: NumDrafts
     loaded: bool
@@ -200,7 +210,6 @@ class Run(Drafts):
     tokens_per_second: Figure | None = None
     outputs: tuple[Output, ...] = ()
     partings: tuple[Parting, ...] | None = None
-    is_repeatable: bool = True
     error: str = ""
     log: str = ""
     probed: tuple[ProbeFact, ...] = ()
@@ -210,14 +219,13 @@ class Run(Drafts):
         yield from self.accepted(of, self.k, asked)
         case = f"k={self.k}, {asked}"
         if not self.loaded:
-            yield detail("server", case, of, says="failed")
+            yield detail("server", case, of, None)
         if self.tokens_per_second is not None:
-            says = f"{self.tokens_per_second:,.1f}"
-            yield detail("tokens a second, one at a time", case, of, says=says)
+            rate = self.tokens_per_second
+            yield detail("tokens a second, one at a time", case, of, rate, "rate")
         if self.partings is not None:
             num = len(self.outputs)
-            says = f"{num - len(self.partings)} of {num}"
-            yield detail("outputs as with k=0", case, of, says=says)
+            yield detail("outputs as with k=0", case, of, num - len(self.partings), n=num)
 
 
 class ServedModel(Fact):
@@ -292,14 +300,8 @@ class ServeCheck(Fact):
                 yield from run.rows_of(model.role, asked)
 
     def notes(self) -> Iterator[str]:
-        """What a reader of these rows should know."""
-        for model in self.served:
-            for run in model.runs:
-                if not run.is_repeatable:
-                    yield (
-                        f"{model.role}, k={run.k}: the same prompt got other tokens the second "
-                        "time."
-                    )
+        """None: the rows say it all."""
+        return iter(())
 
 
 def those(*models: T | None) -> tuple[T, ...]:

@@ -111,7 +111,6 @@ class Closeness:
         of_source, of_checkpoint = figures.predicted(after, before)
         return ClosenessFact(
             text=self.text.path,
-            against=self.text.against,
             source=PredictedFact(path=self.source.source.where, **of_source),
             checkpoint=PredictedFact(path=self.checkpoint.source.where, **of_checkpoint),
             samples=after.path.name,

@@ -125,7 +125,6 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
     if depth is not None:
         name = f"lossless.{model.role}.k{k}.{depth}"
         header = ProbeHeader(depth=depth, other_sha256=lossless.OTHER.sha256, **dict(header))
-    warm = list[Output]()
     file = open_lines(setup.out, name, header)
 
     @contextmanager
@@ -133,7 +132,7 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
         """The first prompt once for warming up, then each of them, timed."""
         most = min(_WARM_UP_TOKENS, check.max_tokens)
         before = lossless.text_before(server, depth or 0)
-        warm.append(server.complete(before + check.prompts[0], max_tokens=most))
+        server.complete(before + check.prompts[0], max_tokens=most)
 
         def ask(prompt: int) -> Continuation:
             start = time.monotonic()
@@ -144,10 +143,6 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
             return Continuation(prompt=prompt, seconds=seconds, **dict(output))
 
         yield ask
-
-    def repeated() -> float:
-        tokens = warm[0].token_ids
-        return float(tokens != file.lines[0].token_ids[: len(tokens)])
 
     return Work(
         name=name,
@@ -160,7 +155,6 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
         concurrency=1 if depth is None else 4,
         max_num_seqs=4,
         may_fail=True,
-        repeated=repeated,
         unit="prompt",
         task="acceptance" if depth is None else f"the probe at depth {depth:,}",
     )
@@ -183,7 +177,6 @@ def _run(
         seconds_to_health=sittings[-1].seconds_to_health,
         tokens_per_second=rate,
         outputs=outputs,
-        is_repeatable=not any(sitting.repeated for sitting in sittings),
         log=log,
         partings=parted,
         **counters(total(sittings)),

@@ -42,8 +42,8 @@ class Sitting(Drafts):
         sitting: from 1.
         seconds: of asking so far.
         repeated: nats a token between its predictions for its first window, asked with others in
-            flight and again alone: what a kernel's rounding differs by with the batch. Where text
-            was generated, 1 for other tokens. None where it ended before.
+            flight and again alone: what a kernel's rounding differs by with the batch. None where
+            text was generated, or it ended before.
         seconds_to_health: from the start of its process.
     """
 

@@ -16,7 +16,7 @@ checkpoint is closer to its source than anywhere else.
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,18 +140,15 @@ class HeldOut:
         path: what the user named.
         sha256: of the file.
         texts: in the file's order, none of them empty.
-        against: a sentence on whether they were compared with the text of calibration; "" where
-            there was none.
     """
 
     path: str
     sha256: str
     texts: tuple[Text, ...]
-    against: str
 
 
 def held_out(path: Path | None, record: Record | None) -> HeldOut:
-    """Read the texts, and refuse those of calibration.
+    """Read the texts, and refuse a file of calibration.
 
     Args:
         path: the user's file; None for the one that ships with the model.
@@ -159,10 +156,11 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
 
     Raises:
         CheckpointError: no regular file, or no JSON; see `json_file.read_lines`.
-        RecipeError: no file, no text in it, a line of another form, or a text that the checkpoint
+        RecipeError: no file, no text in it, a line of another form, or a file that the checkpoint
             was calibrated on.
     """
     name, file = text_file(path, record.recipe.model if record else "")
+    _refuse_calibrated(file, record)
     rows = list(_rows(file))
     if not rows:
         raise RecipeError(name, "must hold a text", got="an empty file", cure=_CURE)
@@ -170,7 +168,6 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
         path=name,
         sha256=file_sha256(file),
         texts=tuple([text for _, text in rows]),
-        against=_refuse_calibrated(file, rows, record),
     )
 
 
@@ -224,34 +221,21 @@ def _text_of(row: Any) -> Text | None:
     return None
 
 
-def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Record | None) -> str:
-    """Refuse a text of calibration; else a sentence on what was compared."""
+def _refuse_calibrated(file: Path, record: Record | None) -> None:
     data = None
     if record and record.calibration:
         data = record.calibration.get("data")
     if not isinstance(data, dict):
-        return ""
-    said = []
-    rule = "must be text that the checkpoint was not calibrated on"
-    cure = "Name another --text"
+        return
     for each in (data, *(data.get("also") or ())):
-        name = each.get("dataset")
-        # A file that was calibrated on is refused, and so is a row of it in another file. A dataset
-        # of the Hub is not read again for that.
-        used = find_path(str(name))
-        if used is None or used.suffix != ".jsonl":
-            said.append(
-                f"Whether a text is in {name}, which it was calibrated on, was not looked up."
+        used = find_path(str(each.get("dataset")))
+        if used is not None and file.samefile(used):
+            raise RecipeError(
+                file,
+                "must be text that the checkpoint was not calibrated on",
+                got="the very file that it was calibrated on",
+                cure="Name another --text",
             )
-            continue
-        if file.samefile(used):
-            raise RecipeError(file, rule, got="the very file that it was calibrated on", cure=cure)
-        known = {_sum(text): where for where, text in _rows(used)}
-        for where, text in rows:
-            if _sum(text) in known:
-                raise RecipeError(where, rule, got=f"the text of {known[_sum(text)]}", cure=cure)
-        said.append(f"None of the texts is a row of {name}, which it was calibrated on.")
-    return " ".join(said)
 
 
 def _is_turn(turn: Any) -> bool:

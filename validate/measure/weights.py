@@ -77,5 +77,6 @@ def _error(ours: Source, theirs: Source, pair: Pair) -> tuple[float, float]:
 def _values(source: Source, weight: StoredWeight) -> Tensor:
     """A whole weight [N, K]."""
     parts = read_parts(source, weight.parts)
+    parts.pop("weight_shape", None)  # which is that of the release
     where = f"{source.where}: {weight.module}"
     return dequantize(weight.form, parts, shape=weight.shape, block=weight.block, where=where)

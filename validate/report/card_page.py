@@ -16,6 +16,7 @@ from ...checkpoints.record import Record
 from ...recipes.errors import counted, size_in_words
 from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
+from ..facts.benched import NO_SPEED
 from ..facts.dry_load import versions_in_short
 from ..facts.numbers import percent
 from ..facts.schema import FullReport
@@ -134,10 +135,10 @@ def _blocks(facts: CardFacts) -> Iterator[Block]:
 def _verdict(report: FullReport) -> Iterator[Block]:
     """The sentence that a reader came for."""
     judged = report.judgement
-    if not report.verdict.ok or (judged and judged.verdict == "regression"):
+    if judged.verdict == "regression":
         kind = "CAUTION"
         says = "Regression: this checkpoint failed its gates."
-    elif judged is None or judged.verdict == "infeasible":
+    elif judged.verdict == "infeasible":
         kind = "WARNING"
         says = "Not measured: too little is known of this checkpoint to pass or fail it."
     else:
@@ -161,7 +162,7 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     kept = "kept unquantized"
     if facts.schemes("mtp"):
         kept = f"quantized to {codes(facts.schemes('mtp'))}"
-    for reason in report.judgement.reasons if report.judgement else ():
+    for reason in report.judgement.reasons:
         if (reason.gate, reason.verdict) == ("acceptance", "pass"):
             kept += ", which still drafts for speculative decoding"
     says = f"{code(source)} quantized to {schemes or 'no scheme'} for vLLM, with {block} {kept}."
@@ -197,10 +198,6 @@ def _results(facts: CardFacts) -> Iterator[Block]:
 def _gates(report: FullReport) -> Iterator[Block]:
     """The verdict of each gate, and why."""
     judged = report.judgement
-    if judged is None:
-        yield title("Gates")
-        yield "Not judged."
-        return
     yield title(f"Gates: {judged.title}")
     rows = [(reason.gate, reason.title, reason.says) for reason in judged.reasons]
     yield Table(columns=("gate", "verdict", "reason"), rows=rows)
@@ -271,7 +268,7 @@ def _calibrated(report: FullReport) -> str:
     """By what, and on which texts."""
     fact = report.calibration
     if fact is None:
-        return report.absent["calibration"]
+        return report.absent.get("calibration", "Not known.")
     texts = []
     for one in (fact.data, *fact.data.also):
         share = f"{percent(one.share)} of " if one in fact.data.also else ""
@@ -332,7 +329,7 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
         f"This {what} was judged on the questions and texts named above, and on nothing else. What "
         "the base model is made for, its limits, risks and license hold here too."
     )
-    for reason in report.judgement.reasons if report.judgement else ():
+    for reason in report.judgement.reasons:
         if reason.verdict == "infeasible":
             yield f"The gate of {reason.gate} has no verdict: not measured, or in too few samples."
     served = [says for part in tables.measured(report) for says in how_served(part)]
@@ -363,12 +360,10 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     for group, donor in (record.donors or {}).items():
         name = f"{code(donor.name)}, revision {code(donor.revision)}"
         yield f"{code(group)} is not of {source}, but of {name}, with a license of its own."
-    not_asked = {"calibration"}  # which the table says
-    if report.target:
-        not_asked |= {"evaluation", "bench"}
-    for part, says in report.absent.items():
-        if part not in not_asked:
-            yield says
+    if not (report.target or report.bench):
+        yield NO_SPEED
+    if "sizes" in report.absent:
+        yield report.absent["sizes"]
     if not versions_in_short(report.dry):
         yield f"This checkpoint was tried with no other vLLM than {report.vllm}."
 

@@ -13,7 +13,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ...recipes.frozen import frozen
-from ...recipes.protocol import Gates
 from ..facts.benched import Benched, words_of
 from ..facts.numbers import limit
 from ..facts.schema import FullReport
@@ -51,10 +50,7 @@ def charts(report: FullReport) -> dict[str, Chart]:
     found = {}
     for measured in drafted(report.serve, report.evaluation):
         if measured.checkpoint.drafts:
-            gates = Gates()
-            if report.judgement:
-                gates = report.judgement.gates
-            found["acceptance"] = _acceptance(measured, gates.min_acceptance)
+            found["acceptance"] = _acceptance(measured, report.judgement.gates.min_acceptance)
             break
     if report.bench:
         speed = _speed(report.bench.checkpoint)

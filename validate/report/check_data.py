@@ -21,8 +21,7 @@ from ...recipes.errors import KeepMTPError, RecipeError, first_fault
 from ...recipes.frozen import Raw
 from ..check.check import Checked, examine
 from ..check.pair import as_of_draft, with_draft
-from ..facts.results import CheckData, read_result, write_result
-from ..facts.schema import GroupSize
+from ..facts.results import CheckData, GroupSize, read_result, write_result
 from ..facts.served import TargetFact, is_same
 
 

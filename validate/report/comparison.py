@@ -217,9 +217,7 @@ def _measured(one: ComparedCheckpoint) -> dict[str, str]:
     report = one.report
     if report is None:
         return {}
-    found = {}
-    if report.judgement:
-        found["gates"] = report.judgement.title
+    found = {"gates": report.judgement.title}
     for part in tables.measured(report):
         found["served"] = part.checkpoint.as_served
     for row in tables.rows_of(report):

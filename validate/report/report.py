@@ -25,12 +25,10 @@ from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, counted, first_fault
-from ...recipes.frozen import without
 from ...recipes.protocol import Gates
 from ...recipes.runtimes.vllm import NEWEST, is_known
 from ..check.check import examine
 from ..check.pair import of_draft
-from ..facts.benched import NO_SPEED
 from ..facts.dry_load import newest, places, with_cures
 from ..facts.findings import errors_of
 from ..facts.numbers import percent
@@ -49,31 +47,11 @@ from ..facts.schema import FullReport, JudgementFact, VerdictFact
 from ..facts.served import TargetFact, is_same
 from .check_data import record_static
 from .drafted import drafted
-from .gates import decided_in, judge
-from .settle import of_pair
+from .gates import decided_in, judge, verdict_on
 
 JSON_FILE = "report.json"
 STATION_OF: Mapping[str, Station] = {row.part: station for station, row in STATIONS.items()}
 """Whose file holds a part of report.json."""
-NOT_RUN = {
-    "sizes": "No sizes: the headers were not measured.",
-    "dry": "No dry load was run: whether vLLM's own classes take these tensors was not tried. "
-    "`keepmtp check CHECKPOINT --gpu sm100` tries it, without a GPU.",
-    "calibration": "No calibration: nobody looked for the checkpoint's own record.",
-    "serve": (
-        "Acceptance was not measured prompt by prompt: `keepmtp eval CHECKPOINT` serves with and "
-        "without drafting, and compares outputs and speed."
-    ),
-    "evaluation": (
-        "GSM8K was not asked: what quantization costs in right answers is unknown. `keepmtp eval "
-        "CHECKPOINT` measures it."
-    ),
-    "bench": NO_SPEED,
-    "identity": (
-        "Not taken: this report is not bound to the checkpoint's bytes. `keepmtp check CHECKPOINT "
-        "--record` binds it."
-    ),
-}
 
 
 def assemble(
@@ -95,27 +73,22 @@ def assemble(
             rules describe.
         made_at: UTC, in words.
         keepmtp: version that measured.
-        judgement: the recipe's gates.
+        judgement: by the recipe's gates; None: by those of no recipe.
         identity: the bytes; None where nothing was recorded.
         results: SHA-256 of the result files by name.
         measured: serve, evaluation, bench and closeness of real servers.
     """
-    parts: dict[str, Any] = without(dict(check), "values_read") | measured | {"identity": identity}
-    absent = {}
-    for name, says in NOT_RUN.items():
-        if check.target is not None:
-            says = of_pair(says)
-        if not parts.get(name):
-            absent[name] = check.absent.get(name, says)
-    parts["absent"] = absent
+    judgement = judgement or judge(check=check, **measured)
     return FullReport(
-        **parts,
+        **dict(check),
+        **measured,
         keepmtp=keepmtp,
         vllm=vllm,
         made_at=made_at,
         judgement=judgement,
+        identity=identity,
         results=results,
-        verdict=verdict_of(check, vllm=vllm, judgement=judgement, **measured),
+        verdict=verdict_of(check, judgement, vllm=vllm, **measured),
     )
 
 
@@ -306,7 +279,7 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 9 does not
+        CheckpointError: no such file, no JSON, another version, or a field that version 10 does not
             have.
     """
     raw = read_bytes_of(path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --record` wrote")
@@ -315,7 +288,7 @@ def read_json(path: Path) -> FullReport:
     except ValidationError as error:
         raise CheckpointError(
             path,
-            f"a report is a {JSON_FILE} of version 9",
+            f"a report is a {JSON_FILE} of version 10",
             got=first_fault(error),
             cure="Run the check again with this keepmtp",
         ) from error
@@ -368,15 +341,10 @@ def _sum_of(path: Path) -> str:
 
 
 def verdict_of(
-    check: CheckData,
-    *,
-    vllm: str,
-    judgement: JudgementFact | None = None,
-    **measured: Any,
+    check: CheckData, judgement: JudgementFact, *, vllm: str, **measured: Any
 ) -> VerdictFact:
     """The sentence, from the stations that ran; `vllm` is the version that judged."""
-    reasons = (judgement or judge(check=check)).reasons
-    for reason in reasons:
+    for reason in judgement.reasons:
         if reason.verdict == "regression":
             says = f"It fails its gate for {reason.gate}: {reason.says}"
             return VerdictFact(ok=False, label="Not ready", says=says)
@@ -408,9 +376,8 @@ def verdict_of(
         )
         if found.source:
             tried += f" (source: {percent(found.source.acceptance)})"
-        for reason in reasons:
-            if reason.gate == "acceptance" and reason.verdict == "pass":
-                label = "Loads and drafts"
+        if verdict_on(judgement, ["acceptance"]) == "pass":
+            label = "Loads and drafts"
     elif any(measured.values()):
         label = "Served"
         tried = "a server ran"

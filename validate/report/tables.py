@@ -126,11 +126,7 @@ def results(rows: Iterable[Row]) -> Table:
 
 def rows_of(report: FullReport) -> list[Row]:
     """Everything that servers gave."""
-    wanted = ""
-    if report.judgement:
-        wanted = report.judgement.gates.filter
-    elif report.evaluation:
-        wanted = report.evaluation.checkpoint.filters[0]
+    wanted = report.judgement.gates.filter
     return [row for part in measured(report) for row in part.rows(wanted)]
 
 

@@ -125,20 +125,6 @@ def test_one_repetition_recommends_nothing():
     assert only.k is None and "--repeat 3" in only.says
 
 
-def test_high_acceptance_that_is_slower_is_said_with_its_cell():
-    """As in vllm #39680: 96.6 % accepted, and 342 -> 128 tokens a second."""
-
-    def slower(*rates: float, share: float) -> tuple[str, ...]:
-        cells = cell(0, [340, 342, 344]), cell(1, rates, share=share)
-        return benched().model_copy(update={"cells": cells}).slower
-
-    (said,) = slower(126, 128, 130, share=0.966)
-    assert said.startswith("k=1, 1 at once: 96.6 % of the drafts are accepted")
-    assert "(0.37x)" in said
-    assert slower(426, 428, 430, share=0.966) == ()
-    assert slower(126, 128, 130, share=0.01) == (), "that is another fault"
-
-
 def test_a_failed_cell_has_no_figure_and_is_not_recommended():
     failed = cell(3, [], error="1 of 16 requests failed")
     one = benched().model_copy(update={"cells": (cell(0, [9, 10, 11]), failed)})

@@ -33,9 +33,7 @@ from real_vllm import measure as found_by
 from scipy.special import log_softmax, rel_entr
 
 VOCABULARY = 512  # of tiny-glm4-moe
-TEXT = HeldOut(
-    path="t.jsonl", sha256="7" * 64, texts=tuple("abcdefghij" * 3 for _ in range(6)), against=""
-)
+TEXT = HeldOut(path="t.jsonl", sha256="7" * 64, texts=tuple("abcdefghij" * 3 for _ in range(6)))
 
 
 class Toy:
@@ -192,7 +190,7 @@ def test_a_damaged_file_of_the_source_is_named(toys, tmp_path):
 def test_what_is_there_is_not_asked_again(toys, tmp_path):
     """Other text, another source and another checkpoint have predictions of their own."""
     first = run(tmp_path)
-    other = HeldOut(path="u", sha256="8" * 64, texts=("xyz" * 9,), against="")
+    other = HeldOut(path="u", sha256="8" * 64, texts=("xyz" * 9,))
     for changed, asked in (
         ({}, set()),
         ({"checkpoint": "d" * 64}, {"checkpoint"}),
@@ -223,7 +221,7 @@ def test_windows_begin_as_the_tokenizer_begins_a_text():
     assert [len(each) for each in cut] == [16, 16, 16, 2]
     assert all(each[0] == 1 and len(each) <= 16 for each in cut) and sum(map(len, cut)) <= 50
     assert cut[0][1:] + cut[1][1:] == tuple(b"abcdefghij" * 3)
-    ids = HeldOut(path="t", sha256="", texts=((7, 8, 9, 10, 11),), against="")
+    ids = HeldOut(path="t", sha256="", texts=((7, 8, 9, 10, 11),))
     assert cut_windows(tokenize, ids, num_tokens=150, window_size=3) == [(7, 8, 9), (10, 11)], (
         "they are sent as they are"
     )

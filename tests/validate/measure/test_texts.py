@@ -45,7 +45,7 @@ def test_every_form_of_a_row(tmp_path):
         tuple(TURNS),
         (5, 6, 7),
     )
-    assert found.against == "" and len(found.sha256) == 64
+    assert len(found.sha256) == 64
 
 
 def test_a_txt_file_is_one_text(tmp_path):
@@ -58,7 +58,7 @@ def test_a_shipped_model_has_a_text_of_its_own(model):
     """None of which its recipes calibrate on."""
     for used in ("models/problems.jsonl", "models/docs.jsonl"):
         found = held_out(None, record(model, dataset=used))
-        assert len(found.texts) > 200 and f"is a row of {used}" in found.against
+        assert len(found.texts) > 200
 
 
 @pytest.mark.parametrize(
@@ -86,27 +86,17 @@ def test_a_file_that_is_not_there_or_not_named(tmp_path):
 
 
 def test_text_of_the_calibration_is_refused(tmp_path):
-    """Twins: the same texts are good for a checkpoint that was calibrated on others."""
+    """Twins: the same text is good for a checkpoint that was calibrated on others."""
     used = rows(tmp_path / "used.jsonl", {"text": "Mine."}, {"text": "Two of it."})
-    mine = rows(tmp_path / "mine.jsonl", {"text": "Fresh."}, {"text": "Two of it.\n"})
-    with pytest.raises(
-        RecipeError, match=r"used\.jsonl: must be .*; got the very file that it was calibrated on"
-    ):
-        held_out(used, record(dataset=str(used)))
     for data in ({"dataset": str(used)}, {"dataset": "org/data", "also": [{"dataset": str(used)}]}):
         with pytest.raises(
-            RecipeError, match=r"mine\.jsonl:2: must be text .*; got the text of .*used\.jsonl:2"
+            RecipeError,
+            match=r"used\.jsonl: must be .*; got the very file that it was calibrated on",
         ):
-            held_out(mine, record(**data))
+            held_out(used, record(**data))
     others = rows(tmp_path / "others.jsonl", {"text": "Else."})
-    assert len(held_out(mine, record(dataset=str(others))).texts) == 2
-
-
-def test_a_dataset_that_is_not_here_is_said_not_to_be_compared(tmp_path):
-    mine = rows(tmp_path / "mine.jsonl", {"text": "Fresh."})
-    assert held_out(mine, record(dataset="org/ultrachat")).against == (
-        "Whether a text is in org/ultrachat, which it was calibrated on, was not looked up."
-    )
+    for dataset in (str(others), "org/ultrachat"):
+        assert len(held_out(used, record(dataset=dataset)).texts) == 2
 
 
 # --- prompts --------------------------------------------------------------------------------------

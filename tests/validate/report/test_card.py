@@ -178,14 +178,12 @@ def test_a_card_of_what_was_only_checked(made):
         "config.json and the headers is in vLLM 0.32.0's way, with 1 warning; it was neither "
         "dry-loaded nor served.",
         "| Measured by | the publisher; nobody else has verified it |",
-        "## Gates\n\nNot judged.",
+        "## Gates: not measured",
         'vllm serve ORG/tiny \\\n  --speculative-config \'{"method":"mtp","num_speculative_tokens":1}\'',
-        "No dry load was run: whether vLLM's own classes take these tensors was not tried.",
-        "GSM8K was not asked: what quantization costs in right answers is unknown.",
+        "| loads | not measured | Not tried. `keepmtp check CHECKPOINT --gpu sm100 --record`",
+        "| gsm8k | not measured | Not measured: `keepmtp eval CHECKPOINT` does. |",
         "Speed was not measured in a way that promises one: that needs a GPU",
         "| Calibration | None: every value was computed from the weights alone, without batches. |",
-        "- Acceptance was not measured prompt by prompt: ",
-        "- Not taken: this report is not bound to the checkpoint's bytes.",
         "keepmtp quantize recipe.yaml --source tiny-glm4-moe --out tiny\n",
     ):
         assert says in text, says
@@ -412,11 +410,11 @@ def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
         update={
             "path": "/home of/me/out/tiny",
             "serve": report.serve.model_copy(update={"prompts": ("Is /usr/bin/env a path?",)}),
-            "absent": dict(report.absent) | {"evaluation": "Look at /home of/me/out/x.log"},
+            "absent": dict(report.absent) | {"sizes": "Look at /home of/me/out/x.log"},
         }
     )
     told = portable(moved)
-    assert told.path == "tiny" and told.absent["evaluation"] == "Look at x.log"
+    assert told.path == "tiny" and told.absent["sizes"] == "Look at x.log"
     assert told.serve is not None and told.serve.prompts == ("Is /usr/bin/env a path?",)
     assert told.dry == report.dry and told.sizes == report.sizes and portable(told) == told
 
