@@ -300,20 +300,12 @@ def check_all(
         yield checked._replace(unjudged=(*missing, *checked.unjudged))
 
 
-def compare(
-    places: Sequence[str | Path],
-    *,
-    source: str | None = None,
-    progress: Say = silent,
-    **loads: Any,
-) -> "Comparison":
+def compare(places: Sequence[str | Path], *, progress: Say = silent, **loads: Any) -> "Comparison":
     """Lay finished checkpoints of one model next to each other. No GPU is needed, and nothing is
     written.
 
     Args:
         places: folders or Hub ids.
-        source: the release; a sample of its weights is compared with theirs. Needs the `quantize`
-            extra.
         progress: is called with what is done now.
         loads: as for `check_all`; by default no vLLM loads them.
 
@@ -323,7 +315,7 @@ def compare(
     from .validate.report import comparison
 
     checked = check_all(places, progress=progress, **loads)
-    return comparison.compare(checked, source=source, progress=progress)
+    return comparison.compare(checked, progress=progress)
 
 
 def report(path: str | Path) -> "Report":

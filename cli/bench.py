@@ -100,7 +100,7 @@ def bench(
     session.keep({"bench": fact}, checkpoint, compared)
     # A cell that failed has no figures, and the others are kept: the run says so at its end.
     status = 0
-    for model in fact.benched:
+    for model in fact.models:
         if any(cell.error for cell in model.cells):
             status = FINDINGS
     value = {"bench": fact}

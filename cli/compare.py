@@ -1,7 +1,6 @@
 """`keepmtp compare`: finished checkpoints of one model next to each other, without a GPU.
 
-In: checkpoints, and the release that they were made from. Out: tables with a column for each, or
-JSON.
+In: checkpoints. Out: tables with a column for each, or JSON.
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from .options import (
     GpusOption,
     JsonOption,
     PathsArgument,
-    SourceOption,
     TpsOption,
     VLLMsOption,
 )
@@ -30,22 +28,17 @@ _COLUMN = 20  # characters of a line that the names of rows take, and that a che
 
 def compare(
     paths: PathsArgument,
-    source: SourceOption = None,
     gpus: GpusOption = None,
     tps: TpsOption = None,
     versions: VLLMsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show finished checkpoints of one model next to each other: bytes, error, what loads them,
-    what was measured.
+    """Show finished checkpoints of one model next to each other: bytes, what loads them, what was
+    measured.
 
     From headers alone: bytes by group and scheme, what wrote each, the KV cache, and which versions
     of vLLM load it by the rules of the static check. With --gpu, vLLM's own classes load each one
     too, which takes a minute each; --vllm names versions as for `keepmtp check`.
-
-    With --source, the weights that `keepmtp check --values` samples are compared with the
-    release's. Of a repository, headers and these weights are fetched by range requests, and nothing
-    else.
 
     Where a checkpoint has a NAME.report of the same bytes, its scores, divergence, acceptance and
     speed are shown.
@@ -54,7 +47,7 @@ def compare(
     model.
 
     \b
-    Example: `keepmtp compare out/A out/B nvidia/GLM-4.7-NVFP4 --source zai-org/GLM-4.7`
+    Example: `keepmtp compare out/A out/B nvidia/GLM-4.7-NVFP4`
     """
     from .. import api
     from ..checkpoints.hub_client import stopped_by_signals
@@ -64,7 +57,7 @@ def compare(
     with spinner() as doing, stopped_by_signals():
         if "gpus" not in loads:
             doing("reading headers")
-        found = api.compare(paths, source=source, progress=doing, **loads)
+        found = api.compare(paths, progress=doing, **loads)
     answer(found, _parts(found), as_json=as_json)
 
 

@@ -76,7 +76,7 @@ WENT: Mapping[str, str] = {
     "check --static-only": "Leave --gpu out",
     "check --html": "Use keepmtp check PATH --json, or card",
     "compare --out": "Use keepmtp compare --json",
-    "compare --rows": "Leave it out",
+    "compare --source": "Use keepmtp check PATH --values all --source RELEASE",
     "eval --run-model-code": "Run humaneval by lm-eval itself, against keepmtp serve",
     "eval --no-plain": "Leave lossless out of --only",
     **dict.fromkeys(

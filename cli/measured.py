@@ -14,10 +14,9 @@ from ..recipes.errors import counted
 from ..validate.facts.benched import BenchFact
 from ..validate.facts.rows import Row
 from ..validate.facts.schema import JudgementFact
-from ..validate.facts.served import how_served
+from ..validate.facts.served import has_no_block, how_served
 from ..validate.measure.bench import BenchPlan
 from ..validate.report import tables
-from ..validate.report.drafted import has_no_block
 from ..validate.report.gates import verdict_on
 from .exits import FINDINGS, OF_VERDICT
 from .tables import drawn, table, verdict
@@ -102,7 +101,6 @@ def exit_status(judged: JudgementFact, facts: Mapping[str, Any]) -> int:
     """1 for a regression in what was asked, or an error of the checkpoint; 3 if too little was
     asked to tell.
     """
-    serve = facts.get("serve")
     evaluation = facts.get("evaluation")
     asked = {"drafting"}
     if "closeness" in facts:
@@ -110,8 +108,8 @@ def exit_status(judged: JudgementFact, facts: Mapping[str, Any]) -> int:
     # Without a source nothing is compared, by choice; and one without an MTP block cannot be.
     if evaluation and evaluation.source:
         asked |= {evaluation.protocol.task, "worst task"}
-    sources = [fact.source for fact in (serve, evaluation) if fact]
-    if any(sources) and not has_no_block(serve, evaluation):
+    drafting = [facts[part] for part in ("evaluation", "serve") if part in facts]
+    if any(fact.source for fact in drafting) and not has_no_block(drafting):
         asked.add("acceptance")
     if verdict_on(judged, {*asked, "findings", "loads", "probe"}) == "regression":
         return FINDINGS

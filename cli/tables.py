@@ -20,7 +20,8 @@ from rich.text import Text
 from ..recipes.errors import printable
 
 if TYPE_CHECKING:
-    from ..validate.facts.schema import JudgementFact, JudgementWord, ReasonFact
+    from ..validate.facts.schema import JudgementFact
+    from ..validate.facts.settle import JudgementWord, ReasonFact
     from ..validate.report.tables import Table as Rows
 
 VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {

@@ -35,7 +35,7 @@ def test_the_cells_of_the_notebook_run_from_top_to_bottom(tmp_path):
     (tmp_path / "all.py").write_text("\n".join([f"#!{sys.executable}", *code]))
     (tmp_path / "all.py").chmod(0o755)
     assert "check passed fixed" in run(tmp_path, tmp_path / "all.py").stdout
-    assert (tmp_path / "errors.png").is_file()
+    assert (tmp_path / "sizes.png").is_file()
 
 
 def test_the_slurm_file_starts_keepmtp_by_srun(tmp_path):

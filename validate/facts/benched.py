@@ -8,15 +8,17 @@ Easy to get wrong: a high acceptance is not speed, and a difference that is smal
 of the repetitions says nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from statistics import median
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from ...recipes.protocol import Gates
 from .rows import Arm, Row, detail
-from .served import Drafts, ServedModel, those, total
+from .served import Drafts, ServedModel, StationFact, total
+from .settle import ReasonFact, reason, unmeasured
 
 RequestForm = Literal["chat", "completions"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -215,7 +217,7 @@ def words_of(concurrency: int) -> str:
     return f"{concurrency} at once"
 
 
-class BenchFact(Fact):
+class BenchFact(StationFact):
     """Everything that `keepmtp bench` measured.
 
     Attributes:
@@ -227,7 +229,6 @@ class BenchFact(Fact):
         output_tokens: limit of tokens an answer; an answer that ends earlier by itself is not made
             longer.
         seed: of the order in which prompts are taken.
-        environment: versions, device, and the words for `vllm serve`, by name.
     """
 
     checkpoint: Benched
@@ -237,12 +238,6 @@ class BenchFact(Fact):
     num_prompts: PositiveInt
     output_tokens: PositiveInt
     seed: Count
-    environment: Mapping[str, str]
-
-    @property
-    def benched(self) -> tuple[Benched, ...]:
-        """Source first, then the checkpoint."""
-        return those(self.source, self.checkpoint)
 
     def counts(self, *, device: str = "") -> bool:
         """Whether it is about the checkpoint: its own bytes were served, on a GPU or on `device`
@@ -256,7 +251,7 @@ class BenchFact(Fact):
         """Tokens a second with the k that is recommended, and without drafting; then `cells`."""
         if not self.counts():
             return
-        for model in self.benched:
+        for model in self.models:
             for best in model.recommended:
                 yield from self._row(model, best.concurrency, best.k, model.role)
         for concurrency in self.checkpoint.loads:
@@ -265,7 +260,7 @@ class BenchFact(Fact):
 
     def cells(self) -> Iterator[Row]:
         """By load and k tokens a second, how much faster than k=0 that is, times, and drafts."""
-        for model in self.benched:
+        for model in self.models:
             for cell in model.cells:
                 asked = words_of(cell.concurrency)
                 case = f"{asked}, k={cell.k}"
@@ -308,10 +303,60 @@ class BenchFact(Fact):
                 yield f"{load}: no k is recommended: {row.says}."
         if advised:
             yield f"Serve {'; '.join(advised)}."
-        for model in self.benched:
+        for model in self.models:
             for cell in model.cells:
                 if cell.error:
                     yield (
                         f"{model.role}, k={cell.k}, {words_of(cell.concurrency)}: no figure. "
                         f"{cell.error.rstrip('.')}."
                     )
+
+    @property
+    def native_or_copy(self) -> str:
+        """How the checkpoint was served; a matrix whose servers all failed served nothing."""
+        if any(cell.repetitions for cell in self.checkpoint.cells):
+            return self.checkpoint.as_served
+        return ""
+
+
+def reasons(
+    gates: Gates, measured: Mapping[str, Any], listed: Collection[str]
+) -> Iterator[ReasonFact]:
+    """Whether drafting makes one request at a time faster; none where the recipe has no
+    limit.
+    """
+    bench: BenchFact | None = measured.get("bench")
+    least = gates.min_speedup
+    if least is None:
+        return
+    if bench is None or not bench.counts():
+        says = "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench CHECKPOINT` "
+        yield unmeasured("speed", f"{says}there does.")
+        return
+    plain = bench.checkpoint.cell(0, 1)
+    found = []
+    for cell in bench.checkpoint.cells:
+        times = bench.checkpoint.times(cell)
+        has_spread = plain and min(len(plain.rates), len(cell.rates)) > 1
+        if cell.concurrency == 1 and cell.k and times and has_spread:
+            # The estimate of a ratio is no proof. A k passes only if its slowest repetition reaches
+            # the limit against the fastest one without drafting; all of them fail only if no pair
+            # of repetitions reaches it.
+            found.append((*times, cell.k))
+    if not found:
+        says = "k=0 and a k with drafting must both answer one request at a time, twice or more: "
+        cure = "`keepmtp bench CHECKPOINT --k 0,1 --concurrency 1 --repeat 3`."
+        yield unmeasured("speed", says + cure)
+        return
+    low, middle, high, k = max(found)
+    says = (
+        f"One request at a time on {bench.environment['device']}: k={k} is {middle:.2f} times as "
+        f"fast as k=0, by the repetitions {low:.2f} to {high:.2f} times; at least {least:g} times "
+        "is asked for."
+    )
+    if low >= least:
+        yield reason("speed", "pass", says)
+    elif all(high < least for _, _, high, _ in found):
+        yield reason("speed", "regression", f"{says} No other k is faster.")
+    else:
+        yield unmeasured("speed", f"{says} The repetitions are too far apart to tell.")

@@ -10,15 +10,18 @@ windows: `stderr` is a cluster's, and `effective_tokens` is how many independent
 tell the share of flips as well.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, computed_field
 
-from ...checkpoints.fact import Count, Fact, Figure, Share
-from .numbers import percent
+from ...checkpoints.fact import Count, Figure, Share
+from ...recipes.protocol import Gates
+from .binomial import limits, student
+from .numbers import nats, percent
 from .rows import CONFIDENCE, Row, detail, interval
-from .served import ServedModel
+from .served import ServedModel, StationFact
+from .settle import BOUND, Estimate, ReasonFact, not_its_own, settle, unmeasured, worst
 
 
 class PredictedFact(ServedModel):
@@ -39,7 +42,7 @@ class PredictedFact(ServedModel):
     repeated: Figure | None
 
 
-class ClosenessFact(Fact):
+class ClosenessFact(StationFact):
     """What `keepmtp eval` measured on held-out text.
 
     Attributes:
@@ -59,7 +62,6 @@ class ClosenessFact(Fact):
         effective_tokens: independent positions that would tell the share of flips as well, at most
             `tokens`.
         samples: file in the report's folder with every position, and its SHA-256.
-        environment: versions and device.
     """
 
     dropped = frozenset({"against"})
@@ -81,7 +83,6 @@ class ClosenessFact(Fact):
     checkpoint: PredictedFact
     samples: str
     samples_sha256: str
-    environment: Mapping[str, str]
 
     @computed_field
     @property
@@ -98,11 +99,6 @@ class ClosenessFact(Fact):
     def is_exact(self) -> bool:
         """Whether the whole vocabulary was compared; else `divergence` is a lower bound."""
         return self.top >= self.vocabulary
-
-    @property
-    def predicted(self) -> tuple[PredictedFact, PredictedFact]:
-        """Source first, then the checkpoint."""
-        return self.source, self.checkpoint
 
     def rows(self, wanted: str) -> Iterator[Row]:
         """Divergence, flips and perplexities."""
@@ -131,7 +127,7 @@ class ClosenessFact(Fact):
             around=interval(self.flip_rate, self.effective_tokens),
             confidence=CONFIDENCE,
         )
-        for one in self.predicted:
+        for one in self.models:
             yield detail("perplexity", case, one.role, one.perplexity, "perplexity")
 
     def notes(self) -> Iterator[str]:
@@ -145,9 +141,77 @@ class ClosenessFact(Fact):
                 f"The rest of the vocabulary, {percent(self.outside)} of the source's probability, "
                 "counts as one token, so the divergence is a lower bound."
             )
-        for one in self.predicted:
+        for one in self.models:
             if one.repeated:
                 yield (
                     f"Asked the same again, the {one.role}'s server was {one.repeated:.2g} nats a "
                     "token from itself: less than that is rounding."
                 )
+
+
+def reasons(
+    gates: Gates, measured: Mapping[str, Any], listed: Collection[str]
+) -> Iterator[ReasonFact]:
+    """The worse of both limits, and what was found for each; none where the recipe has no
+    limit.
+    """
+    fact: ClosenessFact | None = measured.get("closeness")
+    if gates.max_divergence is None and gates.max_flips is None:
+        return
+    if fact is None or fact.stderr is None:
+        says = (
+            "Not measured in two windows or more: `keepmtp eval CHECKPOINT --only closeness` does."
+        )
+        yield unmeasured("closeness", says)
+        return
+    # Tokens of one window are not independent: the bound of a mean is Student's over windows, and
+    # that of a share is Clopper and Pearson's over as many independent positions as would tell as
+    # much (Korn and Graubard).
+    reach = student(gates.confidence, fact.windows - 1) * fact.stderr
+
+    def around(times: float) -> tuple[float, float]:
+        near = reach / times**0.5
+        return fact.divergence - near, fact.divergence + near
+
+    flips = fact.flip_rate * fact.effective_tokens
+    also = ""
+    if not fact.is_exact:
+        also = (
+            f" It is a lower bound: {percent(fact.outside)} of the source's probability lies on "
+            "tokens that were compared as one."
+        )
+    divergence = Estimate(
+        value=fact.divergence,
+        bounds=around,
+        samples=fact.tokens,
+        unit="tokens",
+        says=f"On {fact.tokens:,} tokens of held-out text {nats(fact.divergence)} a token from the "
+        "source",
+        how="one-sided, over windows",
+        shown=nats,
+        also=also,
+    )
+    flipped = Estimate(
+        value=fact.flip_rate,
+        bounds=lambda times: limits(times * flips, times * fact.effective_tokens, gates.confidence),
+        samples=fact.tokens,
+        unit="tokens",
+        says=f"The first choice is another at {percent(fact.flip_rate)} of the tokens",
+        how=f"{BOUND}, as {fact.effective_tokens:,.0f} independent tokens",
+        shown=percent,
+    )
+    found = list[ReasonFact]()
+    for estimate, most in ((divergence, gates.max_divergence), (flipped, gates.max_flips)):
+        if most is not None:
+            found.append(settle("closeness", estimate, most, gates, is_floor=False))
+    # So many samples settle both; None where no number settles one of them.
+    needed = [one.needed or 0 for one in found if one.verdict == "infeasible"]
+    if 0 in needed:
+        needed = []
+    says = " ".join([one.says for one in found])
+    yield ReasonFact(
+        gate="closeness",
+        verdict=worst(found),
+        says=says + not_its_own(fact.checkpoint.as_served),
+        needed=max(needed, default=None),
+    )

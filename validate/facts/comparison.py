@@ -1,15 +1,14 @@
-"""Finished checkpoints of one model, next to each other: what each stores, how far its weights are
-from the release's, and which vLLM loads it.
+"""Finished checkpoints of one model, next to each other: what each stores, which vLLM loads it, and
+what was measured of it.
 
-In: what headers say, and a sample of weights. Out: a `Comparison`, which the terminal, `--json` and
-the page show.
+In: what headers and reports say. Out: a `Comparison`, which the terminal and `--json` show.
 
-Easy to get wrong: an error that was not measured is not 0, it is not there.
+Easy to get wrong: a checkpoint without a report is not a worse one.
 """
 
 from collections.abc import Mapping
 
-from ...checkpoints.fact import Count, Fact, Figure
+from ...checkpoints.fact import Count, Fact
 from ...recipes.family import QUANTIZABLE_ROLES, TABLE_ROLES
 from ...recipes.family_view import Place
 from .findings import CheckpointFacts
@@ -30,22 +29,6 @@ def group_of(place: Place | None) -> str:
     return place.role if place.role in GROUPS else _REST
 
 
-class WeightError(Fact):
-    """How far the weights of a group are from the release's: the norm of the difference by the
-    norm of the release's weights, over all that were compared together.
-
-    Attributes:
-        value: of all of them.
-        worst: the matrix that is farthest off, and the error of that.
-        num_read: bytes of both checkpoints.
-    """
-
-    value: Figure
-    worst: str
-    worst_value: Figure
-    num_read: Count
-
-
 class ComparedCheckpoint(Fact):
     """One checkpoint.
 
@@ -54,8 +37,6 @@ class ComparedCheckpoint(Fact):
         kv_cache: its form, and how many scales there are.
         stored: group -> scheme, form or dtype -> bytes. Scales are counted with their weights, and
             `rest` is all that has no group.
-        errors: by group, where one could be measured.
-        not_finite: group -> the matrix with infinity or NaN, for which it has no error.
         verdicts: a vLLM -> the first error of the static check or of its dry load, "" for none.
         report: what was measured on it; None where nothing was, or `unreported` says why.
     """
@@ -65,19 +46,12 @@ class ComparedCheckpoint(Fact):
     producer: str
     kv_cache: str
     stored: Mapping[str, Mapping[str, Count]]
-    errors: Mapping[str, WeightError]
-    not_finite: Mapping[str, str]
     verdicts: Mapping[str, str]
     report: FullReport | None
     unreported: str
 
 
 class Comparison(Fact):
-    """All of them, in the order in which they were named.
+    """All of them, in the order in which they were named."""
 
-    Attributes:
-        source: the release; None where weights were compared with none.
-    """
-
-    source: str | None
     checkpoints: tuple[ComparedCheckpoint, ...]

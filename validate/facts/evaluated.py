@@ -9,21 +9,33 @@ Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says
 figures are good enough.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.errors import counted
-from ...recipes.protocol import Evaluation
+from ...recipes.protocol import Evaluation, Gates
 from ...recipes.tasks import TASKS
+from .numbers import percent, points
+from .paired import PairedFact, one_sided
 from .rows import Row, detail
-from .served import Drafts, ServedModel, those
+from .served import Drafted, Drafts, ServedModel, StationFact, those
+from .settle import (
+    BOUND,
+    CHANCE,
+    Estimate,
+    ReasonFact,
+    not_its_own,
+    reason,
+    settle,
+    unmeasured,
+    worst,
+)
 
-Difference = Annotated[float, Field(ge=-1, le=1)]
 NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
 NO_CALL = (
@@ -61,28 +73,6 @@ def score_of(name: str, values: Sequence[float], num_questions: int | None = Non
     # The runs of one question are no further questions, so each question is one draw.
     means = [fmean(values[number::num]) for number in range(num)]
     return ScoreFact(filter=name, value=fmean(means), stderr=stdev(means) / sqrt(num))
-
-
-class PairedFact(Fact):
-    """One filter's answers of source and checkpoint, question by question.
-
-    Attributes:
-        difference: checkpoint less source, as a share of all questions; negative is a loss.
-        stderr: of `difference`, from the pairs.
-        low, high: two-sided confidence interval of `difference` at `confidence`.
-        num: of questions.
-        only_source, only_checkpoint: that one of them alone answers right, or gets more of.
-    """
-
-    filter: str
-    difference: Difference
-    stderr: Figure
-    low: Difference
-    high: Difference
-    confidence: Share
-    num: Count
-    only_source: Count
-    only_checkpoint: Count
 
 
 class EvaluatedFact(Drafts, ServedModel):
@@ -152,7 +142,7 @@ class DraftingFact(Fact):
     num_changed: Count
 
 
-class TaskFact(Fact):
+class TaskFact(StationFact):
     """One task through real servers with method=mtp.
 
     Attributes:
@@ -163,7 +153,6 @@ class TaskFact(Fact):
         plain: the checkpoint without method=mtp; None where it was not asked so.
         drafting: `checkpoint` against `plain`.
         num_calls: that the parser found in all replies; None where no tool is to be called.
-        environment: versions of what scores, vLLM, torch, transformers, and the device.
     """
 
     protocol: Evaluation
@@ -171,7 +160,6 @@ class TaskFact(Fact):
     source: EvaluatedFact | None
     checkpoint: EvaluatedFact
     paired: tuple[PairedFact, ...]
-    environment: Mapping[str, str]
     plain: EvaluatedFact | None = None
     drafting: DraftingFact | None = None
     num_calls: Count | None = None
@@ -193,13 +181,8 @@ class TaskFact(Fact):
         return None
 
     @property
-    def evaluated(self) -> tuple[EvaluatedFact, ...]:
-        """Those that draft: source first, then the checkpoint."""
-        return those(self.source, self.checkpoint)
-
-    @property
     def arms(self) -> tuple[EvaluatedFact, ...]:
-        """All that were asked: the same, then the checkpoint with MTP off."""
+        """All that were asked: those that draft, then the checkpoint with MTP off."""
         return those(self.source, self.checkpoint, self.plain)
 
     def rows(self, wanted: str, *, is_first: bool = True) -> Iterator[Row]:
@@ -243,7 +226,7 @@ class TaskFact(Fact):
                 f"{name}: only some of the benchmark's questions, or questions of a file, were "
                 "asked. The score compares with the source's beside it and with no other."
             )
-        for model in self.evaluated:
+        for model in self.models:
             if not model.drafts and model is self.source:
                 yield "The source has no MTP block: it was served with MTP off."
             elif not model.drafts:
@@ -294,15 +277,13 @@ class EvaluationFact(TaskFact):
 
     def rows(self, wanted: str, *, is_first: bool = True) -> Iterator[Row]:
         """Of all tasks."""
-        yield from super().rows(wanted, is_first=is_first)
-        for task in self.tasks:
-            yield from task.rows(wanted, is_first=False)
+        for task in self.by_task:
+            yield from TaskFact.rows(task, wanted, is_first=task is self)
 
     def notes(self) -> Iterator[str]:
         """Of all tasks."""
-        yield from super().notes()
-        for task in self.tasks:
-            yield from task.notes()
+        for task in self.by_task:
+            yield from TaskFact.notes(task)
 
     @model_validator(mode="after")
     def _names_each_task_once(self) -> "EvaluationFact":
@@ -310,3 +291,166 @@ class EvaluationFact(TaskFact):
         if len(set(names)) != len(names):
             raise ValueError("tasks must be different tasks")
         return self
+
+    @property
+    def has_no_block(self) -> bool:
+        """Its source was served with MTP off alone."""
+        return bool(self.source) and not self.source.drafts
+
+    @property
+    def native_or_copy(self) -> str:
+        """How the checkpoint was served."""
+        return self.checkpoint.as_served
+
+    def drafted(self) -> Drafted | None:
+        """Of the first task."""
+        theirs = self.source
+        if theirs and not theirs.draft_tokens:
+            theirs = None
+        num = self.checkpoint.num_questions
+        return Drafted(
+            what=f"{counted(num, 'question')} of {self.protocol.title}",
+            unit="questions",
+            k=self.protocol.k,
+            num_asked=num,
+            as_served=self.checkpoint.as_served,
+            checkpoint=self.checkpoint,
+            source=theirs,
+        )
+
+
+def reasons(
+    gates: Gates, measured: Mapping[str, Any], listed: Collection[str]
+) -> Iterator[ReasonFact]:
+    """The first task's drop; that of the worst task, where the recipe limits it; and what
+    drafting changes.
+    """
+    evaluation: EvaluationFact | None = measured.get("evaluation")
+    tasks = ()
+    if evaluation:
+        tasks = evaluation.by_task
+    is_compared = any(part.is_compared for part in measured.values() if part)
+    yield _first_task(gates, evaluation)
+    yield from _worst_task(gates, tasks, listed)
+    yield from _drafting(tasks, is_compared=is_compared)
+
+
+def _first_task(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
+    """The drop of the first task's score, paired by question; the gate has the task's name."""
+    if evaluation is None:
+        return unmeasured("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does.")
+    gate = evaluation.protocol.task
+    source = evaluation.source
+    if evaluation.num_calls == 0:
+        return unmeasured(gate, NO_CALL)
+    if source is None:
+        says = "The source was not evaluated: `keepmtp eval CHECKPOINT --source SOURCE` does both."
+        return unmeasured(gate, says)
+    name = evaluation.judged_filter(gates.filter)
+    before = source.score(name).value
+    if before <= gates.max_drop:
+        says = f"the source itself gets {percent(before)}, so a drop of "
+        says += f"{points(gates.max_drop)} could not be seen."
+        return unmeasured(gate, f"{name}: {says}")
+    return _dropped(gate, gates, evaluation, gates.max_drop)
+
+
+def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact:
+    """One task's score against its source's, which was asked."""
+    name = task.judged_filter(gates.filter)
+    pair = task.pair(gates.filter)
+    assert task.source is not None and pair is not None, "the callers ask for a source"
+    num = task.checkpoint.num_questions // task.protocol.repeats
+    asked = counted(num, "question")
+    alone = f"source alone {pair.only_source:,}, in the checkpoint alone {pair.only_checkpoint:,}"
+
+    def bounds(times: float) -> tuple[float, float]:
+        low, high = one_sided(pair, gates.confidence, times=times)
+        return -high, -low  # of a loss
+
+    estimate = Estimate(
+        value=-pair.difference,
+        bounds=bounds,
+        samples=num,
+        unit="questions",
+        says=f"{task.protocol.title}, {name}: {percent(task.checkpoint.score(name).value)} of "
+        f"{asked}, the source {percent(task.source.score(name).value)} (right in the "
+        f"{alone}): a drop of {points(-pair.difference)}",
+        how=f"{BOUND}, paired",
+        shown=points,
+        also=not_its_own(task.checkpoint.as_served),
+    )
+    return settle(gate, estimate, most, gates, is_floor=False)
+
+
+def _worst_task(
+    gates: Gates, tasks: Sequence[TaskFact], wanted: Collection[str]
+) -> Iterator[ReasonFact]:
+    """The task that lost most, where the recipe has a limit for it."""
+    most = gates.max_worst_drop
+    if most is None:
+        return
+    names = [task.protocol.task for task in tasks]
+    # What the recipe lists and nobody asked may be the worst.
+    lacking = [name for name in wanted if name not in names]
+    for task in tasks:
+        score = task.source and task.source.score(task.judged_filter(gates.filter)).value
+        if task.num_calls == 0 or not score:
+            lacking.append(task.protocol.task)
+    if lacking or not tasks:
+        cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists."
+        if lacking:
+            cure = f"{', '.join(lacking)}: not asked, or the source gets nothing right. {cure}"
+        if any(task.num_calls == 0 for task in tasks):
+            cure = f"{NO_CALL} {cure}"
+        yield unmeasured("worst task", cure)
+        return
+    drops = [_dropped("worst task", gates, task, most) for task in tasks]
+    for drop in drops:
+        if drop.verdict == worst(drops):
+            yield drop
+            return
+
+
+def _drafting(tasks: Sequence[TaskFact], *, is_compared: bool) -> Iterator[ReasonFact]:
+    """The checkpoint's answers with MTP on against those with MTP off: one reason, where it was
+    asked both ways.
+
+    Every task, every filter and empty answers are asked, by the exact sign test.
+    """
+    # Most checkpoints have some answers that drafting changes, because near-ties flip, as many for
+    # the better as for the worse. What is asked is whether the split is one that chance hardly
+    # gives, in both directions.
+    rarest: SwitchFact | None = None
+    asked: TaskFact | None = None
+    for task in tasks:
+        if task.drafting is None:
+            continue
+        for switch in task.drafting.switches:
+            if rarest is None or switch.chance < rarest.chance:
+                rarest = switch
+                asked = task
+    if rarest is None or asked is None or asked.drafting is None:
+        return
+    what = f"right by {rarest.reads}"
+    if rarest.reads == NOT_EMPTY:
+        what = "with text"
+    says = (
+        f"{asked.protocol.title}: {asked.drafting.num_changed:,} of "
+        f"{asked.checkpoint.num_questions:,} greedy answers are another text with MTP on than off. "
+        f"Only without drafting "
+        f"{rarest.only_plain:,} are {what}, only with it {rarest.only_drafting:,} (exact sign "
+        f"test: {rarest.chance:.2g}), "
+    )
+    if rarest.chance < CHANCE:
+        yield reason("drafting", "regression", f"{says}beyond chance.")
+    elif 2 * asked.drafting.num_changed > asked.checkpoint.num_questions and not is_compared:
+        # Right and wrong say little where most texts are other ones.
+        says += (
+            "no more than chance gives. Most texts differ, and were not compared with a control: "
+        )
+        says += "`keepmtp eval CHECKPOINT --only acceptance` shows whether near-ties explain it."
+        yield unmeasured("drafting", says)
+    else:
+        says += "no more than chance gives where near-ties flip."
+        yield reason("drafting", "pass", says)

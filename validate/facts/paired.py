@@ -11,14 +11,40 @@ but `stderr`, `low` and `high` are Agresti and Min's.
 from collections.abc import Sequence
 from math import sqrt
 from statistics import NormalDist, fmean
+from typing import Annotated
 
+from pydantic import Field
+
+from ...checkpoints.fact import Count, Fact, Figure, Share
 from .binomial import difference_limits
-from .evaluated import PairedFact
 
 # Questions added to each of the four cells.
 _ADDED = 0.5
 # Less is the rounding of a difference that is a number of whole questions.
 _WHOLE = 1e-6
+Difference = Annotated[float, Field(ge=-1, le=1)]
+
+
+class PairedFact(Fact):
+    """One filter's answers of source and checkpoint, question by question.
+
+    Attributes:
+        difference: checkpoint less source, as a share of all questions; negative is a loss.
+        stderr: of `difference`, from the pairs.
+        low, high: two-sided confidence interval of `difference` at `confidence`.
+        num: of questions.
+        only_source, only_checkpoint: that one of them alone answers right, or gets more of.
+    """
+
+    filter: str
+    difference: Difference
+    stderr: Figure
+    low: Difference
+    high: Difference
+    confidence: Share
+    num: Count
+    only_source: Count
+    only_checkpoint: Count
 
 
 def paired(

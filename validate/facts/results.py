@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -34,12 +34,14 @@ from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.frozen import frozen, without
 from ...recipes.runtimes.vllm import NEWEST
+from . import benched, closeness, evaluated, served
 from .benched import BenchFact
 from .closeness import ClosenessFact
 from .dry_load import DryLoad, newest
 from .evaluated import EvaluationFact
 from .findings import CheckpointFacts, Finding, errors_of
 from .served import OfDraft, ServeCheck, TargetFact
+from .settle import ReasonFact
 
 Station = Literal["check", "serve", "eval", "bench", "closeness"]
 
@@ -115,6 +117,11 @@ class Result(Fact, Generic[Data]):
     seal: str = ""
 
 
+def no_reasons(*_: Any) -> Iterator[ReasonFact]:
+    """The check's gates are not its alone."""
+    return iter(())
+
+
 @frozen
 class StationRow:
     """What is known of a station.
@@ -123,23 +130,54 @@ class StationRow:
         part: of report.json that its file holds.
         words: that measure, with the checkpoint's place left open.
         version: of the form of its data; another number is refused.
+        data: what its file holds.
+        reasons: of its gates, where the recipe has them: of the limits, of what all stations
+            measured by part, and of the tasks that the recipe lists.
     """
 
     part: str
     words: str
     version: int
-    form: type[Result[Any]]
+    data: type[Any]
+    reasons: Callable[..., Iterator[ReasonFact]] = no_reasons
+
+    @property
+    def form(self) -> type[Result[Any]]:
+        """Of its file."""
+        return Result[self.data]
 
 
 STATIONS: Mapping[Station, StationRow] = {
-    "check": StationRow(part="check", words="check {} --record", version=3, form=Result[CheckData]),
-    "serve": StationRow(part="serve", words="eval {}", version=4, form=Result[ServeCheck]),
-    "eval": StationRow(part="evaluation", words="eval {}", version=4, form=Result[EvaluationFact]),
-    "bench": StationRow(part="bench", words="bench {}", version=2, form=Result[BenchFact]),
+    "check": StationRow(part="check", words="check {} --record", version=3, data=CheckData),
+    "serve": StationRow(
+        part="serve", words="eval {}", version=4, data=ServeCheck, reasons=served.reasons
+    ),
+    "eval": StationRow(
+        part="evaluation",
+        words="eval {}",
+        version=4,
+        data=EvaluationFact,
+        reasons=evaluated.reasons,
+    ),
+    "bench": StationRow(
+        part="bench", words="bench {}", version=2, data=BenchFact, reasons=benched.reasons
+    ),
     "closeness": StationRow(
-        part="closeness", words="eval {} --only closeness", version=2, form=Result[ClosenessFact]
+        part="closeness",
+        words="eval {} --only closeness",
+        version=2,
+        data=ClosenessFact,
+        reasons=closeness.reasons,
     ),
 }
+MEASURED = tuple([STATIONS[name] for name in ("eval", "serve", "closeness", "bench")])
+"""What is measured with servers, in the order in which it is shown."""
+
+
+def in_order(measured: Mapping[str, Any]) -> list[Any]:
+    """What was measured, of these parts."""
+    parts = [measured.get(row.part) for row in MEASURED]
+    return [part for part in parts if part]
 
 
 def report_folder(checkpoint: Path) -> Path:

@@ -25,9 +25,9 @@ are refused, so that a page never leaves out what it does not know.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import ConfigDict, Field
 
 from ...checkpoints.fact import Fact
 from ...checkpoints.identity import Identity
@@ -35,39 +35,9 @@ from ...recipes.protocol import Gates
 from .benched import BenchFact
 from .closeness import ClosenessFact
 from .evaluated import EvaluationFact
-from .results import CheckData
+from .results import CheckData, in_order
 from .served import ServeCheck
-
-JudgementWord = Literal["pass", "regression", "infeasible"]
-# People read what is missing, and not that a verdict is infeasible.
-_TITLES = {"infeasible": "not measured"}
-
-
-class HasVerdict(Fact):
-    """What has a verdict."""
-
-    verdict: JudgementWord
-
-    @property
-    def title(self) -> str:
-        """The verdict for people."""
-        return _TITLES.get(self.verdict, self.verdict)
-
-
-class ReasonFact(HasVerdict):
-    """One gate's answer.
-
-    Attributes:
-        gate: findings, loads, acceptance, the first task's name, worst task,
-            drafting, probe, speed or closeness.
-        says: a sentence with the figures.
-        needed: samples (questions or drafted tokens) that would settle it; None where it is not a
-            matter of samples.
-    """
-
-    gate: str
-    says: str
-    needed: PositiveInt | None = None
+from .settle import HasVerdict, ReasonFact
 
 
 class JudgementFact(HasVerdict):
@@ -104,3 +74,8 @@ class FullReport(CheckData):
     judgement: JudgementFact
     identity: Identity | None = None
     results: Mapping[str, str] = Field(default_factory=dict)
+
+    @property
+    def parts(self) -> list[Any]:
+        """What was measured with servers."""
+        return in_order(dict(self))

@@ -8,7 +8,7 @@ Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says
 figures are good enough, by the recipe's limits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from operator import not_
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,9 +17,12 @@ from pydantic import Field, computed_field
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...recipes.errors import counted
+from ...recipes.frozen import frozen
+from ...recipes.protocol import Gates
 from .numbers import figure
-from .probed import ProbeFact
+from .probed import ProbeFact, worse
 from .rows import ARM_TITLES, CONFIDENCE, Arm, Row, detail, interval
+from .settle import CHANCE, ReasonFact, reason
 
 T = TypeVar("T")
 Role = Literal["source", "checkpoint"]
@@ -266,7 +269,96 @@ class Served(ServedModel):
         return tuple([run for run in self.runs if run.k and run.loaded])
 
 
-class ServeCheck(Fact):
+@frozen
+class Drafted:
+    """Draft counters of a served checkpoint, and of its source over the same questions or prompts.
+
+    Attributes:
+        what: was asked, in words.
+        unit: of what was asked, "questions" or "prompts".
+        k: draft tokens a step.
+        num_asked: questions or prompts.
+        as_served: how the checkpoint was served, "native" for its own bytes.
+        source: None where it was not asked, or drafted nothing.
+    """
+
+    what: str
+    unit: str
+    k: int
+    num_asked: int
+    as_served: str
+    checkpoint: Drafts
+    source: Drafts | None
+
+
+class StationFact(Fact):
+    """What a station measured of a checkpoint, and of its source over the same. What is said here
+    is of a station that has nothing to say of it.
+
+    Attributes:
+        source: what the checkpoint is compared with; None where the user had none.
+        checkpoint: what is judged.
+        environment: versions and device, words by name ("vllm": "0.32.0", "device": "CPU ...").
+    """
+
+    source: Any
+    checkpoint: Any
+    environment: Mapping[str, str]
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """Source first, then the checkpoint."""
+        return those(self.source, self.checkpoint)
+
+    @property
+    def has_no_block(self) -> bool:
+        """Whether a source was asked that cannot draft."""
+        return False
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the checkpoint's outputs with and without drafting were compared."""
+        return False
+
+    @property
+    def native_or_copy(self) -> str:
+        """How the checkpoint was served; "" where that says nothing of its loading."""
+        return ""
+
+    def notes(self) -> Iterator[str]:
+        """What a reader of its rows should know."""
+        return iter(())
+
+    def drafted(self) -> Drafted | None:
+        """Whose draft counters are judged."""
+        return None
+
+    def faults(self) -> Iterator[str]:
+        """A sentence for each output that drafting changes, where rounding does not explain it."""
+        return iter(())
+
+    def failure(self) -> str:
+        """Of a server of the checkpoint that did not come up, in a sentence."""
+        return ""
+
+
+def drafted(parts: Iterable[StationFact]) -> list[Drafted]:
+    """What was measured of drafting, at most one of each station; the first is judged, and on top
+    of the page: one that also asked the source.
+    """
+    found = [part.drafted() for part in parts]
+    return sorted([one for one in found if one], key=lambda one: one.source is None)
+
+
+def has_no_block(parts: Iterable[StationFact]) -> bool:
+    """Whether the source was served with MTP off alone, as the first says that asked it."""
+    for part in parts:
+        if part.source is not None:
+            return part.has_no_block
+    return False
+
+
+class ServeCheck(StationFact):
     """What `keepmtp eval` measured prompt by prompt.
 
     Attributes:
@@ -274,7 +366,6 @@ class ServeCheck(Fact):
         checkpoint: the checkpoint that is judged.
         prompts: what was asked.
         max_tokens: limit of tokens a prompt.
-        environment: versions and device, words by name ("vllm": "0.32.0", "device": "CPU ...").
         seconds: of asking, over all servers.
         target: of a draft of its own, which is the checkpoint.
     """
@@ -283,25 +374,114 @@ class ServeCheck(Fact):
     checkpoint: Served
     prompts: tuple[str, ...]
     max_tokens: Count
-    environment: Mapping[str, str]
     seconds: Figure
     target: OfDraft = None
-
-    @property
-    def served(self) -> tuple[Served, ...]:
-        """Source first, then the checkpoint."""
-        return those(self.source, self.checkpoint)
 
     def rows(self, wanted: str) -> Iterator[Row]:
         """By k what was accepted, how fast it was, and outputs that are those of k=0."""
         asked = counted(len(self.prompts), "prompt")
-        for model in self.served:
+        for model in self.models:
             for run in model.runs:
                 yield from run.rows_of(model.role, asked)
 
-    def notes(self) -> Iterator[str]:
-        """None: the rows say it all."""
-        return iter(())
+    @property
+    def has_no_block(self) -> bool:
+        """Its source was served with MTP off alone."""
+        return bool(self.source) and all(run.loaded and not run.k for run in self.source.runs)
+
+    @property
+    def native_or_copy(self) -> str:
+        """How the checkpoint was served."""
+        return self.checkpoint.as_served
+
+    def drafted(self) -> Drafted | None:
+        """Of the largest k that both drafted with, else of the largest of all."""
+        if not self.checkpoint.drafting:
+            return None
+        sources = {}
+        for run in self.source.drafting if self.source else ():
+            if run.draft_tokens:
+                sources[run.k] = run
+        run = max(self.checkpoint.drafting, key=lambda run: (run.k in sources, run.k))
+        return Drafted(
+            what=counted(len(self.prompts), "prompt"),
+            unit="prompts",
+            k=run.k,
+            num_asked=len(self.prompts),
+            as_served=self.checkpoint.as_served,
+            checkpoint=run,
+            source=sources.get(run.k),
+        )
+
+    def faults(self) -> Iterator[str]:
+        """Partings that are no near-ties."""
+        for served in self.models:
+            for run in served.runs:
+                for parting in run.partings or ():
+                    if not parting.is_near_tie:
+                        yield (
+                            f"Drafting changes what is written: {served.role} with k={run.k} "
+                            f"leaves the output without it in prompt {parting.prompt} at token "
+                            f"{parting.at}, and no log-probability gap below {GAP_TOLERANCE:g} "
+                            "explains it."
+                        )
+
+    def failure(self) -> str:
+        """Of the first server that did not come up; a source's may fail without any fault here."""
+        for run in self.checkpoint.runs:
+            if not run.loaded:
+                error = run.error.rstrip(".")
+                return f"The server with k={run.k} did not come up: {error}."
+        return ""
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a server that drafts had one without to be compared with."""
+        return any(run.partings is not None for run in self.checkpoint.runs)
+
+
+def reasons(
+    gates: Gates, measured: Mapping[str, Any], listed: Collection[str]
+) -> Iterator[ReasonFact]:
+    """The answers to the probe: the checkpoint's with MTP on against those with MTP off, and
+    these against the source's. One reason, where two servers were asked.
+
+    Every fault at every depth is asked, by the exact sign test. What becomes better is no
+    fault.
+    """
+    serve: ServeCheck | None = measured.get("serve")
+    if serve is None:
+        return
+    plain = serve.checkpoint.runs[:1]
+    pairs = [("with MTP on", off, on) for off in plain for on in serve.checkpoint.runs[1:]]
+    if serve.source:
+        for before, after in zip(serve.source.runs, plain, strict=False):
+            pairs.append(("of the checkpoint", before, after))
+    seen = []
+    for whose, before, after in pairs:
+        for ours, theirs in zip(before.probed, after.probed, strict=False):
+            seen += [(*found, ours.depth, whose) for found in worse(ours, theirs)]
+    if not seen:
+        return
+    rarest = min(seen, key=lambda one: (one[0], -len(one[2])))
+    chance, fault, names, num_before, depth, whose = rarest
+    if not names:
+        servers = " or ".join(dict.fromkeys(one[-1] for one in seen))
+        yield reason("probe", "pass", f"No answer {servers} alone has a fault.")
+        return
+    scripts = dict.fromkeys([name.partition(" ")[0] for name in names])
+    verdict = "pass"
+    how = "no more than chance gives"
+    if chance < CHANCE:
+        verdict = "regression"
+        how = "beyond chance"
+    says = (
+        f"At depth {depth:,}, {counted(len(names), 'answer')} {whose} alone "
+        f"{'have' if names[1:] else 'has'} a fault of {fault} "
+        f"({', '.join(scripts)}), and {num_before:,} the other way round (exact sign "
+        f"test: {chance:.2g}), {how}."
+    )
+    yield reason("probe", verdict, says)
 
 
 def those(*models: T | None) -> tuple[T, ...]:
@@ -309,18 +489,17 @@ def those(*models: T | None) -> tuple[T, ...]:
     return tuple([model for model in models if model is not None])
 
 
-def how_served(fact: Any) -> Iterator[str]:
+def how_served(fact: StationFact) -> Iterator[str]:
     """Of a station's two models, how each was served where that is not as it is."""
-    for model in (fact.source, fact.checkpoint):
-        if model and model.reason:
-            reason = model.reason.rstrip(".")
-            if model.as_served == "native":
-                yield f"Figures of the {model.role} are of a mended vLLM: {reason}."
-            else:
-                yield (
-                    f"Figures of the {model.role} are of a {model.as_served}: {reason}. What "
-                    "packed kernels and quantized activations change is not in these numbers."
-                )
+    for model in fact.models:
+        reason = model.reason.rstrip(".")
+        if reason and model.as_served == "native":
+            yield f"Figures of the {model.role} are of a mended vLLM: {reason}."
+        elif reason:
+            yield (
+                f"Figures of the {model.role} are of a {model.as_served}: {reason}. What "
+                "packed kernels and quantized activations change is not in these numbers."
+            )
 
 
 def total(counted: Sequence[Drafts]) -> Drafts:

@@ -190,7 +190,7 @@ def _results(facts: CardFacts) -> Iterator[Block]:
         )
     for what, chart in facts.plots.items():
         yield picture(chart.alt, f"{what}.png")
-    notes = [note for part in tables.measured(report) for note in part.notes()]
+    notes = [note for part in report.parts for note in part.notes()]
     if notes:
         yield list(dict.fromkeys(notes))
 
@@ -281,7 +281,7 @@ def _calibrated(report: FullReport) -> str:
 
 
 def _devices(report: FullReport) -> list[str]:
-    devices = [part.environment.get("device", "") for part in tables.measured(report)]
+    devices = [part.environment.get("device", "") for part in report.parts]
     return [device for device in devices if device]
 
 
@@ -332,7 +332,7 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     for reason in report.judgement.reasons:
         if reason.verdict == "infeasible":
             yield f"The gate of {reason.gate} has no verdict: not measured, or in too few samples."
-    served = [says for part in tables.measured(report) for says in how_served(part)]
+    served = [says for part in report.parts for says in how_served(part)]
     yield from dict.fromkeys(served)
     for device in _devices(report):
         if device.startswith("CPU"):

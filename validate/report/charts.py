@@ -16,7 +16,7 @@ from ...recipes.frozen import frozen
 from ..facts.benched import Benched, words_of
 from ..facts.numbers import limit
 from ..facts.schema import FullReport
-from .drafted import Drafted, drafted
+from ..facts.served import Drafted, drafted
 
 _INCHES = (5.0, 3.4)  # 360 points wide: about 1:1 on a phone
 _DOTS_PER_INCH = 220  # 1100 pixels: sharp at the width of a card on the Hub
@@ -48,7 +48,7 @@ def charts(report: FullReport) -> dict[str, Chart]:
     measured has none.
     """
     found = {}
-    for measured in drafted(report.serve, report.evaluation):
+    for measured in drafted(report.parts):
         if measured.checkpoint.drafts:
             found["acceptance"] = _acceptance(measured, report.judgement.gates.min_acceptance)
             break

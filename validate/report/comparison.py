@@ -1,8 +1,7 @@
 """`keepmtp compare`: finished checkpoints of one model, next to each other.
 
-In: checked checkpoints, and their release. Out: a `Comparison`, and tables with a column for each
-checkpoint. Headers are read, a sample of weights where there is a release, and the reports that are
-there. It needs no GPU and no server.
+In: checked checkpoints. Out: a `Comparison`, and tables with a column for each checkpoint. Headers
+are read, and the reports that are there. It needs no GPU and no server.
 
 Easy to get wrong: figures of a report are of the servers that gave them. They are shown next to
 each other, and no difference between them is judged.
@@ -17,7 +16,6 @@ from ...checkpoints.record import RECORD
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source, small_object
 from ...recipes.errors import CheckpointError, counted, shortened, size_in_words
-from ...recipes.extras import require_extra
 from ...recipes.forms import NOT_COMPUTED
 from ...recipes.frozen import Say, silent
 from ...recipes.runtimes.vllm import KNOWN
@@ -28,31 +26,22 @@ from ..facts.findings import errors_of
 from ..facts.numbers import percent
 from . import tables
 from .best_k import report_of
-from .markdown import Table, code
+from .markdown import Table
 
 _LEAST = 0.01  # of a group's bytes: what is less is not in the tables
 
 
-def compare(
-    checkpoints: Iterable[Checked], *, source: str | None, progress: Say = silent
-) -> Comparison:
+def compare(checkpoints: Iterable[Checked], *, progress: Say = silent) -> Comparison:
     """Lay checkpoints of one model next to each other.
 
     Args:
         checkpoints: with the dry loads that were made.
-        source: the release that their weights are compared with, a folder or a Hub id.
         progress: is called with what is done now.
 
     Raises:
         KeepMTPError: one cannot be read, has no family's table, or is of another model.
     """
-    release = None
-    if source is not None:
-        require_extra("compare --source", "quantize")
-        with _telling(source):
-            release = RuntimeView.of(open_source(source))
-            release.modules  # noqa: B018  its faults are its own, not those of what it is compared with
-    first = release
+    first = None
     found = []
     for checked in checkpoints:
         path = checked.data.path
@@ -63,8 +52,8 @@ def compare(
             runtime = checked.runtime or RuntimeView.of(checked.source or open_source(path))
             first = first or runtime
             _refuse_other_model(first, runtime)
-            found.append(_compared(checked, runtime, release, progress))
-    return Comparison(source=source, checkpoints=tuple(found))
+            found.append(_compared(checked, runtime, progress))
+    return Comparison(checkpoints=tuple(found))
 
 
 @contextmanager
@@ -93,9 +82,7 @@ def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
         raise CheckpointError(other.source.where, rule, got=got, cure=cure)
 
 
-def _compared(
-    checked: Checked, runtime: RuntimeView, release: RuntimeView | None, progress: Say
-) -> ComparedCheckpoint:
+def _compared(checked: Checked, runtime: RuntimeView, progress: Say) -> ComparedCheckpoint:
     opened = runtime.source
     verdicts = {}
     progress(f"{opened.where}: judging it by each vLLM's rules")
@@ -104,11 +91,6 @@ def _compared(
         verdicts[f"vLLM {version}"] = "".join([f"{one.where}: {one.says}" for one in errors[:1]])
     for load in checked.data.dry:
         verdicts[f"vLLM {load.vllm} on {load.gpu}, TP {load.tp}"] = load.error
-    measured, not_finite = {}, {}
-    if release is not None:
-        from ..measure.weights import weight_errors  # imports torch
-
-        measured, not_finite = weight_errors(runtime, release, progress)
     report, doubt = report_of(opened)
     return ComparedCheckpoint(
         path=opened.where,
@@ -116,8 +98,6 @@ def _compared(
         producer=_producer(runtime),
         kv_cache=_kv_cache(runtime),
         stored=_stored(runtime),
-        errors=measured,
-        not_finite=not_finite,
         verdicts=verdicts,
         report=report,
         unreported=doubt.removeprefix("; "),
@@ -200,15 +180,6 @@ def _sizes(one: ComparedCheckpoint) -> dict[str, str]:
     return found
 
 
-def _errors(one: ComparedCheckpoint) -> dict[str, str]:
-    found = {}
-    for group, error in one.errors.items():
-        found[_named(group)] = percent(error.value)
-    for group, why in one.not_finite.items():
-        found[_named(group)] = f"not measured: {why}"
-    return found
-
-
 def _named(group: str) -> str:
     return group.replace("_", " ")
 
@@ -218,7 +189,7 @@ def _measured(one: ComparedCheckpoint) -> dict[str, str]:
     if report is None:
         return {}
     found = {"gates": report.judgement.title}
-    for part in tables.measured(report):
+    for part in report.parts:
         found["served"] = part.checkpoint.as_served
     for row in tables.rows_of(report):
         if row.of == "checkpoint":
@@ -229,7 +200,6 @@ def _measured(one: ComparedCheckpoint) -> dict[str, str]:
 _SECTIONS = {
     "What each is": _facts,
     "Bytes by group and scheme": _sizes,
-    "Relative error against the release": _errors,
     "What was measured": _measured,
 }
 
@@ -242,19 +212,6 @@ def notes(found: Comparison) -> Iterator[str]:
                 yield f"{number} in {server}: {error}."
         if one.unreported:
             yield f"{number} has no figures of servers: {one.unreported}."
-        far = max(one.errors.values(), key=lambda error: error.worst_value, default=None)
-        if far is not None:
-            read = size_in_words(sum([error.num_read for error in one.errors.values()]))
-            says = "has the release's values in every weight"
-            if far.worst_value:
-                says = f"is farthest off in {code(far.worst)}: {percent(far.worst_value)}"
-            yield f"{number} {says}. Besides headers, {read} of it and of the release were read."
-    if found.source is not None:
-        yield (
-            "Error: the norm of the difference by the norm of the release's weights, of the MTP "
-            "block and of the first, middle and last layer with two experts each. What moves scale "
-            "between neighbours (AWQ, SmoothQuant) counts as error."
-        )
     if any(one.report for one in found.checkpoints):
         yield (
             "Measured: ± is one standard error, of speed half of what repetitions spread; in "

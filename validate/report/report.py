@@ -40,13 +40,13 @@ from ..facts.results import (
     checkpoint_folder,
     command,
     file_of,
+    in_order,
     read_result,
     report_folder,
 )
 from ..facts.schema import FullReport, JudgementFact, VerdictFact
-from ..facts.served import TargetFact, is_same
+from ..facts.served import TargetFact, drafted, is_same
 from .check_data import record_static
-from .drafted import drafted
 from .gates import decided_in, judge, verdict_on
 
 JSON_FILE = "report.json"
@@ -363,7 +363,7 @@ def verdict_of(
     warnings = len(check.findings) - len(errors_of(check.findings))
     if warnings:
         says += f", with {counted(warnings, 'warning')}"
-    stations = drafted(measured.get("serve"), measured.get("evaluation"))
+    stations = drafted(in_order(measured))
     found = next((one for one in stations if one.checkpoint.draft_tokens), None)
     if found:
         label = "Served"

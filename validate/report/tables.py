@@ -7,7 +7,6 @@ Easy to get wrong: a k whose server failed has no figure and says so.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
@@ -127,10 +126,4 @@ def results(rows: Iterable[Row]) -> Table:
 def rows_of(report: FullReport) -> list[Row]:
     """Everything that servers gave."""
     wanted = report.judgement.gates.filter
-    return [row for part in measured(report) for row in part.rows(wanted)]
-
-
-def measured(report: FullReport) -> list[Any]:
-    """What was measured with servers."""
-    parts = (report.evaluation, report.serve, report.closeness, report.bench)
-    return [part for part in parts if part]
+    return [row for part in report.parts for row in part.rows(wanted)]

@@ -48,8 +48,8 @@ def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
     for role, rate in (("source", 100.0), ("checkpoint", 300.0)):
         measured(setup, asked, role, rate)
     fact = matrix.bench(model("checkpoint"), model("source"), asked, setup=setup)
-    assert [each.role for each in fact.benched] == ["source", "checkpoint"]
-    for found, rate in zip(fact.benched, (100.0, 300.0), strict=True):
+    assert [each.role for each in fact.models] == ["source", "checkpoint"]
+    for found, rate in zip(fact.models, (100.0, 300.0), strict=True):
         cells = [(cell.concurrency, cell.k) for cell in found.cells]
         assert cells == [(1, 0), (1, 1), (4, 0), (4, 1)]
         assert all(len(cell.repetitions) == 2 for cell in found.cells)

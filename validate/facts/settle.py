@@ -10,12 +10,55 @@ no regression. A gate judges a bound of the estimate, at the recipe's confidence
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Literal
 
+from pydantic import PositiveInt
+
+from ...checkpoints.fact import Fact
 from ...recipes.frozen import frozen
 from ...recipes.protocol import Gates
-from ..facts.numbers import limit
-from ..facts.schema import JudgementWord, ReasonFact
+from .numbers import limit
 
+JudgementWord = Literal["pass", "regression", "infeasible"]
+# People read what is missing, and not that a verdict is infeasible.
+_TITLES = {"infeasible": "not measured"}
+
+
+class HasVerdict(Fact):
+    """What has a verdict."""
+
+    verdict: JudgementWord
+
+    @property
+    def title(self) -> str:
+        """The verdict for people."""
+        return _TITLES.get(self.verdict, self.verdict)
+
+
+class ReasonFact(HasVerdict):
+    """One gate's answer.
+
+    Attributes:
+        gate: findings, loads, acceptance, the first task's name, worst task,
+            drafting, probe, speed or closeness.
+        says: a sentence with the figures.
+        needed: samples (questions or drafted tokens) that would settle it; None where it is not a
+            matter of samples.
+    """
+
+    gate: str
+    says: str
+    needed: PositiveInt | None = None
+
+
+CHANCE = 0.001
+"""A split is no chance if two equal servers come to it less often than this: one good checkpoint in
+a thousand fails.
+
+Both reports from the field are far beyond it: of 39 questions, 21 that only one server gets right
+are 1 in a million.
+"""
+BOUND = "one-sided, Clopper-Pearson"
 # So many times as many samples nobody takes: where they would not settle it either, no number is
 # named.
 _MOST_TIMES = 1_000_000
@@ -130,3 +173,13 @@ def of_pair(says: str) -> str:
 def unmeasured(gate: str, says: str) -> ReasonFact:
     """The reason of a gate that has nothing to judge."""
     return reason(gate, "infeasible", says)
+
+
+def not_its_own(as_served: str) -> str:
+    """A warning where other bytes than the checkpoint's were served."""
+    if as_served == "native":
+        return ""
+    return (
+        " Served was a BF16 copy of the same weights: packed kernels and quantized activations "
+        "were not tried."
+    )
