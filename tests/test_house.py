@@ -65,8 +65,8 @@ TWINS = 6
 
 # What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
-    "tokens of the package": 320_900,
-    "tokens of the tests": 376_000,
+    "tokens of the package": 321_600,
+    "tokens of the tests": 374_900,
     "dense forms in 1,000 tokens": 4.9,
     "functions over 100 lines": 0,
 }
