@@ -22,9 +22,9 @@ ARM_TITLES: Mapping[Arm, str] = {
 }
 CONFIDENCE = 0.95
 
-Unit = Literal["", "%", "nats", "rate", "ms", "times", "perplexity"]
+FigureUnit = Literal["", "%", "nats", "rate", "ms", "times", "perplexity"]
 # What is printed of one, in which form a figure and its error, and what comes after.
-_FORMS: Mapping[Unit, tuple[int, str, str, str]] = {
+_FORMS: Mapping[FigureUnit, tuple[int, str, str, str]] = {
     "": (1, ",", "", ""),
     "%": (100, ".2f", ".2f", " %"),
     "nats": (1, ".3g", ".2g", ""),
@@ -55,7 +55,7 @@ class Row:
     case: str
     of: Arm
     value: float | None
-    unit: Unit = ""
+    unit: FigureUnit = ""
     around: tuple[float, float] | None = None
     confidence: float | None = None
     n: int | None = None
@@ -87,7 +87,7 @@ class Row:
 
 
 def detail(
-    metric: str, case: str, of: Arm, value: float | None, unit: Unit = "", **more: Any
+    metric: str, case: str, of: Arm, value: float | None, unit: FigureUnit = "", **more: Any
 ) -> Row:
     """A row that a card has no room for; `more` are further fields."""
     return Row(metric=metric, case=case, of=of, value=value, unit=unit, is_detail=True, **more)
