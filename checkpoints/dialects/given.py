@@ -20,7 +20,7 @@ _Size = Annotated[int, Field(ge=1, le=_LARGEST)]
 # What is no power of two a kernel of vLLM's has no tile for, and the scales' shape does not show.
 _Side = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 _Group = Annotated[int, Field(ge=-1, le=_LARGEST)]
-_Bits = Annotated[int, Field(ge=1, le=32)]
+_Bits = Annotated[int, Field(strict=True, ge=1, le=32)]
 _Algorithm = Annotated[str, StringConstraints(to_upper=True)]
 _Names = tuple[str, ...] | None
 
@@ -106,7 +106,7 @@ class Fp8Given(_Given):
     modules_to_not_convert: _Names = None
     ignore: _Names = None
     weight_block_size: tuple[_Side, _Side] | None = None
-    activation_scheme: str | None = None
+    activation_scheme: Literal["dynamic", "static"]
     moe_quant_algo: _Algorithm | None = None
 
 

@@ -52,17 +52,15 @@ def quantization_configs_agree(runtime: RuntimeView) -> Objections:
         )
     elif not reads_other_file(given):
         names = _plain_in_one(runtime, other)
-        others = ""
-        if len(names) > 1:
-            others = f", and so are {len(names) - 1:,} more"
         for name in names[:1]:
             yield objection(
                 "two-configs",
                 f"{HF_QUANT_CONFIG}: quantization.exclude_modules",
-                f"excepts other modules than config.json: {name} is plain by one of them alone"
-                f"{others}. vLLM and SGLang read config.json, TensorRT-LLM reads this file",
+                f"excepts other modules than config.json: {name} is plain by one of them alone. "
+                "vLLM and SGLang read config.json, TensorRT-LLM reads this file",
                 cure,
                 severity="warning",
+                times=len(names),
             )
 
 

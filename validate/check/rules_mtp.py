@@ -247,7 +247,7 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
                 yield objection(
                     rule,
                     where,
-                    "is missing, though the decoder layers of this checkpoint have it: quantized, "
+                    "is missing, though such layers have it: quantized, "
                     "vLLM leaves the parameter uninitialised in silence",
                     cure,
                     f"{part} {index} {half}",
@@ -260,8 +260,8 @@ def _needed_by_config(
     """What a decoder layer needs by `Row.where`."""
     needed = set[str]()
     for row in view.family.block:
-        parent = row.path.rpartition(".")[0]
-        is_needed = any(path.startswith(f"{parent}.") for path in chain(*halves.values()))
+        parent = row.path.rpartition(".")[0] + "."
+        is_needed = any(path.startswith(parent) for path in chain(*halves.values()))
         for key, value in row.where.items():
             said = view.text_config.get(key)
             if isinstance(said, list):

@@ -83,9 +83,11 @@ def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, pl
             [0, 1000000000000000000000000000000],
         ),
         ("glm w4a16", "config_groups/group_0/weights/group_size", [-7]),
+        ("glm gptq", "bits", ["4"]),
+        ("released deepseek-r1", "activation_scheme", ["dinamic", None]),
     ],
 )
-def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
+def test_a_value_that_vllm_does_not_take(tmp_path, base, place, values):
     for number, value in enumerate(values):
         report = checked(tmp_path / str(number), base, quantization(place, value))
         assert [finding.rule for finding in report.findings] == ["config"], value

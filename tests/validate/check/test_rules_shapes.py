@@ -3,7 +3,7 @@
 import pytest
 import releases
 from broken_case import assert_found, case, rows
-from checkpoint_files import as_source, reshape, tensor
+from checkpoint_files import Checkpoint, as_source, config, reshape, tensor
 from good import released
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.validate.check.check import check
@@ -61,6 +61,31 @@ from keepmtp.validate.facts.findings import errors_of
         says="num_key_value_heads head_dim=512",
     ),
     case(
+        "heads that config.json counts otherwise",
+        "glm fp8",
+        config("num_attention_heads", 2),
+        where="model.layers.0.self_attn.o_proj.weight",
+        says="num_attention_heads head_dim=256",
+        among=True,
+    ),
+    case(
+        "heads of another width",
+        "glm fp8",
+        config("head_dim", 32),
+        where="model.layers.0.self_attn.q_norm.weight",
+        says="head_dim=32",
+        among=True,
+    ),
+    case(
+        "experts that are all half as wide",
+        "glm fp8",
+        reshape(r".*\.experts\.\d+\.(gate|up)_proj\.weight(_scale)?", "n k -> 64 k"),
+        reshape(r".*\.experts\.\d+\.down_proj\.weight", "n k -> n 64"),
+        where="experts.0.gate_proj.weight",
+        says="config.json says moe_intermediate_size=128",
+        among=True,
+    ),
+    case(
         "the hyper-connections of a head",
         "dsv4 bf16",
         reshape(r"mtp\.0\.hc_head_fn", "n k -> 2 k"),
@@ -77,6 +102,14 @@ from keepmtp.validate.facts.findings import errors_of
 )
 def test_sides_are_those_of_config(case, tmp_path):
     assert_found(case, tmp_path)
+
+
+@pytest.mark.parametrize("model", releases.MODELS)
+def test_a_release_has_the_sides_of_its_config(model, tmp_path):
+    """As wide as it is: sides that are alike in a tiny one are told apart."""
+    given, tensors = releases.thin_layout(model)
+    source = as_source(Checkpoint(config=given, tensors=dict(tensors)), tmp_path)
+    assert "shapes" not in {error.rule for error in errors_of(check(source).findings)}
 
 
 @pytest.mark.parametrize("model", releases.MODELS)
