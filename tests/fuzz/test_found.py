@@ -28,7 +28,7 @@ from keepmtp.validate.measure.texts import held_out, read_prompts
 from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.card_metadata import read_front_matter
 from keepmtp.validate.report.provenance import recipe_text
-from keepmtp.validate.report.report import of_checkpoint, read_json, refresh
+from keepmtp.validate.report.report import of_checkpoint, read_json, refresh, verify
 from sealed import seal
 
 TABLE = table("fuzz/test_found")
@@ -58,14 +58,14 @@ def test_links_that_lead_to_each_other_are_refused(tmp_path):
         open_source(folder)
 
 
-def test_a_report_says_why_a_part_is_absent(tmp_path):
+def test_a_report_without_its_identity_is_not_what_the_results_make(tmp_path):
     path = measured.measured(tmp_path / "NAME") / "report.json"
     refresh(path.parent)
     report = json_of(path)
     del report["identity"]
     put_json(path, report)
-    with pytest.raises(CheckpointError, match=r"absent\.identity must say why"):
-        read_json(path)
+    with pytest.raises(CheckpointError, match=r"report\.json: identity: must be as the result"):
+        verify(path.parent)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ In: windows of text with the divergence at each position (validate/measure).
 Out: a `ClosenessFact`.
 closeness.json and report.json hold it, field by field.
 
-Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these
-figures are good enough. And positions of one window are not independent, so errors are taken over
-windows: `stderr` is a cluster's, and `effective_tokens` is how many independent positions would
-tell the share of flips as well.
+Easy to get wrong: a fact judges nothing. `reasons` does, by the recipe's limits. And positions of
+one window are not independent, so errors are taken over windows: `stderr` is a cluster's, and
+`effective_tokens` is how many independent positions would tell the share of flips as well.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -5,8 +5,7 @@ In: lm-eval's scores (`lm_eval_task.py`), pairs of answers (`validate/facts/pair
 counters.
 Out: an `EvaluationFact`. eval.json and report.json hold it, field by field.
 
-Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these
-figures are good enough.
+Easy to get wrong: a fact judges nothing. `reasons` does, by the recipe's limits.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -4,8 +4,8 @@ In: outputs, vLLM's draft counters and times, which `validate/measure/serve_chec
 Out: a `ServeCheck`: every server of both checkpoints. serve.json and report.json hold it, field by
 field.
 
-Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these
-figures are good enough, by the recipe's limits.
+Easy to get wrong: a fact judges nothing. `reasons` does, by the recipe's limits, and
+`validate/report/gates.py` alone asks it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -443,11 +443,10 @@ class ServeCheck(StationFact):
 def reasons(
     gates: Gates, measured: Mapping[str, Any], listed: Collection[str]
 ) -> Iterator[ReasonFact]:
-    """The answers to the probe: the checkpoint's with MTP on against those with MTP off, and
-    these against the source's. One reason, where two servers were asked.
+    """The answers to the probe: the checkpoint's with MTP on against those with MTP off, and these
+    against the source's. One reason, where two servers were asked.
 
-    Every fault at every depth is asked, by the exact sign test. What becomes better is no
-    fault.
+    Every fault at every depth is asked, by the exact sign test. What becomes better is no fault.
     """
     serve: ServeCheck | None = measured.get("serve")
     if serve is None:

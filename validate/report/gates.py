@@ -7,8 +7,8 @@ probe where it was asked; and one for each limit that only some recipes have (wo
 closeness). Its verdict is the worst of theirs: pass, regression, or infeasible where a
 measurement is missing or too small.
 
-Easy to get wrong: nothing else judges. `eval`, the headline and the card take their
-verdict from here.
+Easy to get wrong: nothing else judges. A station's module has the reasons of its own gates, and is
+asked here; `eval`, the headline and the card take their verdict from here.
 """
 
 from collections.abc import Collection, Iterable, Sequence
