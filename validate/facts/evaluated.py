@@ -225,11 +225,8 @@ class TaskFact(StationFact):
                 f"{name}: only some of the benchmark's questions, or questions of a file, were "
                 "asked. The score compares with the source's beside it and with no other."
             )
-        for model in self.models:
-            if not model.drafts and model is self.source:
-                yield "The source has no MTP block: it was served with MTP off."
-            elif not model.drafts:
-                yield f"The drafts of the {model.title} were not counted: its server was killed."
+        if not self.checkpoint.drafts:
+            yield "The drafts of the checkpoint were not counted: its server was killed."
         fields = self.protocol.model_dump(exclude_none=True)
         said = ", ".join([f"{name} {value}" for name, value in fields.items()])
         harness = (
