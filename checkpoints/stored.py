@@ -10,7 +10,7 @@ its shape only.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -32,6 +32,7 @@ SCALE_LEAVES = (
 # GPTQ's and AWQ's: the packed weight, its scales and zero points, and the group of each input
 # channel.
 TRANSPOSED_LEAVES = ("qweight", "scales", "qzeros", "g_idx")
+_LEAVES = {*WEIGHT_LEAVES, *SCALE_LEAVES, *TRANSPOSED_LEAVES}
 # Other tensors of a module, or a parameter that has no module ("").
 OTHER_LEAVES = ("", "bias", "e_score_correction_bias")
 # Scales of the KV cache: they belong to an attention module, not to a weight.
@@ -46,7 +47,7 @@ _Parts = Mapping[str, Entry]
 
 def weight_of(parts: Mapping[str, T]) -> T:
     """The weight among a module's parts, by leaf; a parameter without a module is its own."""
-    for leaf in ("weight_packed", "weight", *parts):
+    for leaf in ("weight_packed", "weight", "qweight", *parts):
         if leaf in parts:
             return parts[leaf]
     raise KeyError("weight")
@@ -121,60 +122,36 @@ def stored_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight]
         The weights by module, and every other tensor (biases, parameters without a module, scales
         without a weight).
     """
-    return _grouped(entries, WEIGHT_LEAVES, SCALE_LEAVES, _classified)
-
-
-def transposed_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
-    """Group the tensors of GPTQ and AWQ, whose matrices are stored as [input, output].
-
-    GPTQ packs along the inputs: qweight I32 [K / pack, N], scales [groups, N]. AWQ packs along the
-    outputs: qweight I32 [K, N / pack]. Both pack qzeros along the outputs.
-
-    Returns:
-        The weights by module, and every other tensor.
-    """
-    return _grouped(entries, TRANSPOSED_LEAVES[:1], TRANSPOSED_LEAVES[1:], _transposed)
-
-
-def _grouped(
-    entries: Iterable[Entry],
-    weights: tuple[str, ...],
-    others: tuple[str, ...],
-    classified: Callable[[HFName, dict[str, Entry]], StoredWeight],
-) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
-    """Modules with a leaf of `weights`, and what else they have of `others`; and every other
-    tensor.
-    """
-    leaves = {*weights, *others}
     modules: dict[HFName, dict[str, Entry]] = {}
     rest: list[Entry] = []
     for entry in entries:
         module, _, leaf = entry.name.rpartition(".")
-        if module and leaf in leaves:
+        if module and leaf in _LEAVES:
             modules.setdefault(HFName(module), {})[leaf] = entry
         else:
             rest.append(entry)
     found: dict[HFName, StoredWeight] = {}
     for module, parts in modules.items():
-        if parts.keys().isdisjoint(weights):
-            rest.extend(parts.values())
+        if not parts.keys().isdisjoint(WEIGHT_LEAVES):
+            weight = _classified(module, parts)
+        elif "qweight" in parts:
+            weight = _transposed(module, parts)
         else:
-            weight = classified(module, parts)
-            if unused_leaves(weight.form, parts):
-                weight = replace(weight, form="unknown", scheme="")
-            found[module] = weight
+            rest.extend(parts.values())
+            continue
+        if unused_leaves(weight.form, parts):
+            weight = replace(weight, form="unknown", scheme="")
+        found[module] = weight
     return found, [entry for entry in rest if not _belongs_to_packed(entry, found)]
 
 
 def _belongs_to_packed(entry: Entry, found: dict[HFName, StoredWeight]) -> bool:
-    """Whether a tensor with a leaf that the form lacks is next to a packed weight, or one of GPTQ
-    next to a plain weight: the form is then unknown.
+    """Whether a tensor with a leaf that the form lacks is next to a packed weight: the form is then
+    unknown.
     """
     module, _, leaf = entry.name.rpartition(".")
     weight = found.get(HFName(module))
-    if weight is None or leaf in _NO_PART_OF_FORM:
-        return False
-    if weight.form == "plain" and leaf not in TRANSPOSED_LEAVES:
+    if weight is None or weight.form == "plain" or leaf in _NO_PART_OF_FORM:
         return False
     parts = {**weight.parts, leaf: entry}
     found[weight.module] = replace(weight, form="unknown", scheme="", parts=parts)
@@ -182,7 +159,12 @@ def _belongs_to_packed(entry: Entry, found: dict[HFName, StoredWeight]) -> bool:
 
 
 def _transposed(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
-    parts = {leaf: parts[leaf] for leaf in TRANSPOSED_LEAVES if leaf in parts}
+    """A matrix of GPTQ or AWQ, [input, output].
+
+    GPTQ packs along the inputs: qweight I32 [K / pack, N], scales [groups, N]. AWQ packs along the
+    outputs: qweight I32 [K, N / pack]. Both pack qzeros along the outputs.
+    """
+    parts = {leaf: parts[leaf] for leaf in (*TRANSPOSED_LEAVES, *parts) if leaf in parts}
     packed = parts["qweight"].shape
     scales = parts.get("scales")
     form: Form = "unknown"

@@ -31,7 +31,7 @@ from ...recipes.tensor_parallel import Cut, Cuts, cut_of
 from ..companions import HF_QUANT_CONFIG
 from ..safetensors_file import Entry
 from ..source import Source, small_object
-from ..stored import StoredWeight, stored_weights, transposed_weights
+from ..stored import StoredWeight, stored_weights
 from .choose import quantization_of, read_dialect
 from .compressed_tensors import CompressedTensors
 from .dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect, VLLMModule
@@ -162,9 +162,7 @@ class StoredView:
 
     @cached_property
     def _grouped(self) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
-        weights, others = stored_weights(self.source.entries.values())
-        transposed, others = transposed_weights(others)
-        return weights | transposed, others
+        return stored_weights(self.source.entries.values())
 
     @cached_property
     def hf_quant_config(self) -> Raw | None:

@@ -21,7 +21,7 @@ from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.proposal import Proposal
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import DONOR_FILES, Source, origin_of
-from ...checkpoints.stored import stored_weights, transposed_weights
+from ...checkpoints.stored import stored_weights
 from ...recipes.conventions import (
     ALGORITHMS,
     CACHE,
@@ -535,9 +535,8 @@ def decided(decisions: Decisions, entries: Iterable[Entry]) -> list[TensorPlan]:
         RecipeError, CheckpointError: see `Decisions`.
     """
     weights, others = stored_weights(entries)
-    transposed, others = transposed_weights(others)
     with matching_limit():
-        tensors = [decisions.weight(weight) for weight in (weights | transposed).values()]
+        tensors = [decisions.weight(weight) for weight in weights.values()]
         tensors += [decisions.other(entry) for entry in others]
     return tensors
 

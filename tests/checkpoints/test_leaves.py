@@ -13,7 +13,7 @@ import torch
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.dialects.dialect import Resolution, VLLMModule
 from keepmtp.checkpoints.safetensors_file import Entry
-from keepmtp.checkpoints.stored import stored_weights, transposed_weights
+from keepmtp.checkpoints.stored import stored_weights
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
 from keepmtp.validate.check.against import as_built
@@ -253,9 +253,7 @@ def outcome(stored: Stored) -> str:
         name = HFName(f"m.{leaf}")
         dtype = DTYPES[tensor.dtype]
         entries.append(Entry(name=name, file="f", dtype=dtype, shape=shape, start=0, num_bytes=8))
-    weights, others = stored_weights(entries)
-    weights |= transposed_weights(others)[0]
-    (weight,) = weights.values()
+    (weight,) = stored_weights(entries)[0].values()
     built = VLLMModule(weight.form, frozenset(stored.parts), bits=stored.bits)
     weight = as_built(weight, Resolution(built))
     if weight.form == "unknown":

@@ -6,7 +6,7 @@ import torch
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.dialects.given import Fp8Given, read_given
 from keepmtp.checkpoints.safetensors_file import Entry
-from keepmtp.checkpoints.stored import stored_weights, transposed_weights
+from keepmtp.checkpoints.stored import stored_weights
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
 
@@ -21,7 +21,7 @@ def weight_of(**shapes: tuple[int, ...]):
     for leaf, shape in shapes.items():
         name = HFName(f"m.{leaf}")
         entries.append(Entry(name=name, file="x", dtype="I32", shape=shape, start=0, num_bytes=0))
-    weights, others = transposed_weights(entries)
+    weights, others = stored_weights(entries)
     assert others == []
     return weights[HFName("m")]
 

@@ -23,10 +23,9 @@ from ...checkpoints.stored import (
     KV_SCALE_LEAVES,
     StoredWeight,
     stored_weights,
-    transposed_weights,
 )
 from ...recipes.errors import CheckpointError
-from ...recipes.forms import NOT_COMPUTED
+from ...recipes.forms import NOT_COMPUTED, TRANSPOSED
 from ...recipes.frozen import without
 from ...recipes.schemes import num_bytes
 from ..facts.vllm_env import VLLM
@@ -48,7 +47,7 @@ def why_no_kernel(source: Source, vllm: VLLM) -> str:
         return ""
     for weight in stored_weights(source.entries.values())[0].values():
         scheme = weight.scheme or weight.form
-        if weight.form == "plain":
+        if weight.form in ("plain", *TRANSPOSED):
             continue
         if ".experts." in weight.module:
             missing.add(f"routed experts in {scheme}")
@@ -139,11 +138,10 @@ def _held(source: Source) -> list[StoredWeight | Entry]:
         CheckpointError: a weight is stored in a form that cannot be read.
     """
     stored, others = stored_weights(source.entries.values())
-    transposed, others = transposed_weights(others)
     # Scales of the KV cache have no place in a model without a quantization config.
     kept = [entry for entry in others if entry.name.rpartition(".")[2] not in KV_SCALE_LEAVES]
     held: list[StoredWeight | Entry] = [*kept]
-    for weight in (*stored.values(), *transposed.values()):
+    for weight in stored.values():
         if weight.form == "plain":
             held.append(weight.weight)
             continue
