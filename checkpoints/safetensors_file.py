@@ -255,21 +255,6 @@ def fill(
         into = into[count:]
 
 
-def sort_metadata(path: Path) -> None:
-    """Put a file's metadata in order: safetensors 0.8 writes it in another order each time.
-
-    The same run has to leave the same bytes. The header keeps its length.
-    """
-    with open(path, "r+b") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-        header[_METADATA] = dict(sorted(header[_METADATA].items()))
-        file.seek(8)
-        file.write(
-            json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
-        )
-
-
 def _complaint(raw: bytes) -> str:
     """What safetensors says of a file with this header and nothing after it; "" if it takes the
     file.

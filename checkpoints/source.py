@@ -14,6 +14,7 @@ import fnmatch
 import gc
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -281,14 +282,19 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
             fill(into, file, entry, where=f"{source.where}/{entry.file}", offset=offset)
 
 
-def file_sizes(source: Source) -> dict[str, int]:
-    """Size of every safetensors file of a folder, part of what a resumed run compares; not of a
-    donor's.
+def file_sizes(source: Source, start: str = "") -> dict[str, int]:
+    """Size of every safetensors file of a folder, part of what a resumed run compares; or of those
+    of a donor that tensors are from.
+
+    Args:
+        source: the checkpoint.
+        start: of a donor, see `Source.others`.
     """
     sizes = {}
     for name, state in sorted(source.states.items()):
-        if name.endswith(".safetensors") and "/" not in name:
-            sizes[name] = state.num_bytes
+        own = name.removeprefix(start)
+        if name.startswith(start) and own.endswith(".safetensors") and "/" not in own:
+            sizes[own] = state.num_bytes
     return sizes
 
 
@@ -303,41 +309,30 @@ def refuse_changed_files(
     Raises:
         CheckpointError: names the files.
     """
-    now = dict[str, FileStamp]()
-    places = {start: other.folder for start, other in source.others.items()}
-    for start, folder in (places | {"": source.folder}).items():
-        changed = []
-        for name, state in states.items():
-            if not name.startswith(start) or name in now:
-                continue
-            now[name] = state
-            if folder is None:
-                continue
-            own = name.removeprefix(start)
-            found = states_of(folder, [own]).get(own)
-            if found is None or not state.is_unwritten(found):
-                changed.append(own)
-            else:
-                now[name] = found
-        if changed:
-            raise CheckpointError(
-                folder,
-                "the source must not change during a run",
-                got=f"another {listed(changed)}",
-                cure=cure,
-            )
+    now = dict(states)
+    changed: dict[Path, list[str]] = defaultdict(list)
+    for name, state in states.items():
+        folder = source.folder
+        own = name
+        for start, other in source.others.items():
+            if name.startswith(start):
+                folder = other.folder
+                own = name.removeprefix(start)
+        if folder is None:
+            continue
+        found = states_of(folder, [own]).get(own)
+        if found is None or not state.is_unwritten(found):
+            changed[folder].append(own)
+        else:
+            now[name] = found
+    for folder, names in changed.items():
+        raise CheckpointError(
+            folder,
+            "the source must not change during a run",
+            got=f"another {listed(names)}",
+            cure=cure,
+        )
     return now
-
-
-def states_from(source: Source, start: str) -> dict[str, FileStamp]:
-    """The states of the files of another checkpoint that tensors are from; see `Source.others`."""
-    states = source.states.items()
-    return {name.removeprefix(start): now for name, now in states if name.startswith(start)}
-
-
-def sizes_from(source: Source, start: str) -> dict[str, int]:
-    """Size of each file of another checkpoint that tensors are from."""
-    return {name: state.num_bytes for name, state in states_from(source, start).items()}
 
 
 def _open_folder(folder: Path, where: str) -> Source:

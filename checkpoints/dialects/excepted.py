@@ -30,7 +30,7 @@ def entries_for(
     entries = dict[str, None]()
     if exceptions.of_stem and stem:
         entry = entry_for(exceptions.of_stem, stem)
-        if not _reach(dialect, [entry], quantized):
+        if not reach(dialect, [entry], quantized):
             if not exceptions.parts_come_first:
                 return [entry]
             entries[entry] = None
@@ -53,9 +53,9 @@ def _entries_of(
     ways: list[Sequence[str]] = [[entry_for(exceptions.of_name, module.name)]]
     if exceptions.may_be_on_disk:
         ways.append(names_on_disk(module))
-    safe = [entries for entries in ways if not _reach(dialect, entries, quantized)]
+    safe = [entries for entries in ways if not reach(dialect, entries, quantized)]
     for entries in safe:
-        if _reach(dialect, entries, [module.name]):
+        if reach(dialect, entries, [module.name]):
             return entries
     # An entry that vLLM does not take for this module may be right for another reader.
     if safe:
@@ -74,7 +74,7 @@ def names_on_disk(module: Module) -> list[str]:
     return sorted(names)
 
 
-def _reach(dialect: Dialect, entries: Iterable[str], names: Iterable[str]) -> bool:
+def reach(dialect: Dialect, entries: Iterable[str], names: Iterable[str]) -> bool:
     """Whether one of these entries hits one of `names`."""
     for entry in entries:
         read = dialect.reads(entry)

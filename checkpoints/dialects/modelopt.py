@@ -41,7 +41,7 @@ from .dialect import (
     UnknownDialect,
     VLLMModule,
 )
-from .given import ModelOptGiven, ModelOptInner, Raw, read_given
+from .given import ModelOptGiven, Raw, read_given
 from .matching import FUSED, plain, raises, registers, skipped
 from .modules import NamedModule, RuntimeModule, runtime_modules
 
@@ -221,16 +221,22 @@ def read_modelopt(
         entry = ConfigEntry("exclude", written, rename.modelopt(written))
         entries.append(entry)
         exclude += entry.read
+    layers = dict[str, str]()
+    sizes = set[int]()
+    for name, row in (holder.quantized_layers or {}).items():
+        layers[rename.name(name)] = row.quant_algo or ""
+        if row.quant_algo in _BLOCKS:
+            sizes.add(row.group_size or 128)
     codecs = ()
     if holds(">=0.32", vllm):
         codecs = _CODECS
     return ModelOpt(
         algorithm=algorithm,
         exclude=tuple(exclude),
-        quantized_layers=_layers(holder, rename),
+        quantized_layers=layers,
         group_size=holder.group_size or 16,
         entries=tuple(entries),
-        block=min(_block_sizes(holder), default=128),
+        block=min(sizes, default=128),
         codecs=codecs,
         rename=rename,
     )
@@ -289,16 +295,6 @@ def inverse_blocks(rows: int, columns: int) -> VLLMModule:
 def _kind_of(built: VLLMModule) -> tuple[object, ...]:
     """What tells the algorithms of `conventions.ALGORITHMS` apart."""
     return built.form, built.group_size, built.block, "input_scale" in built.leaves
-
-
-def _layers(holder: ModelOptInner, rename: Renamer) -> dict[str, str]:
-    rows = (holder.quantized_layers or {}).items()
-    return {rename.name(name): row.quant_algo or "" for name, row in rows}
-
-
-def _block_sizes(holder: ModelOptInner) -> set[int]:
-    rows = (holder.quantized_layers or {}).values()
-    return {row.group_size or 128 for row in rows if row.quant_algo in _BLOCKS}
 
 
 def _excluding(entries: Sequence[str], module: str) -> str | None:

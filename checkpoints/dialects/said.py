@@ -26,7 +26,7 @@ from ..proposal import Proposal
 from .choose import read_dialect
 from .compressed_tensors import CompressedTensors
 from .dialect import UNKNOWN, Dialect, Exceptions, Refusal, Resolution, entry_for
-from .excepted import entries_for, names_on_disk
+from .excepted import entries_for, names_on_disk, reach
 from .gptq import Awq, Gptq
 from .layouts import fits
 from .modelopt import (
@@ -192,26 +192,13 @@ def _is_missed(module: Module, dialect: Dialect, *, of: Schemes | None) -> bool:
 def _without_harm(
     runtime: RuntimeView, modules: Iterable[Module], written: Iterable[str]
 ) -> list[str]:
-    """The entries without those by which vLLM builds a stored-quantized module plain or fails; an
-    expression that is right for others is narrowed.
-    """
-    harmed: dict[str, list[Module]] = defaultdict(list)
+    """The entries without those by which vLLM builds a stored-quantized module plain or fails."""
+    kept = list(written)
     for module in modules:
-        if not _is_taken(module):
-            continue
-        dialect = runtime.dialect_of(module.part)
-        for entry in dialect.entries:
-            for name in (module.name, *module.shards):
-                if entry.where != "targets" and dialect.hits(entry, name):
-                    harmed[entry.written].append(module)
-                    break
-    kept = list[str]()
-    for entry in written:
-        if entry not in harmed:
-            kept.append(entry)
-        elif entry.startswith("re:") and _is_wanted(runtime, entry):
-            ours = "|".join(_regexes(runtime, harmed[entry])).replace("re:^", "")
-            kept.append(f"re:(?!{ours}){entry.removeprefix('re:')}")
+        if _is_taken(module):
+            dialect = runtime.dialect_of(module.part)
+            names = (module.name, *module.shards)
+            kept = [entry for entry in kept if not reach(dialect, [entry], names)]
     return kept
 
 
@@ -219,17 +206,6 @@ def _is_taken(module: Module) -> bool:
     """Whether an entry makes vLLM build a stored-quantized module plain, or fail."""
     is_split = module.resolution.refusal in ("shards", "projections")
     return _is_packed(module) and (is_split or _builds_plain(module))
-
-
-def _is_wanted(runtime: RuntimeView, entry: str) -> bool:
-    """Whether an entry leaves a module plain that is plain on disk."""
-    for module in runtime.modules:
-        if _is_plain(module):
-            dialect = runtime.dialect_of(module.part)
-            for name in (module.name, *module.shards):
-                if dialect.hits(dialect.reads(entry), name):
-                    return True
-    return False
 
 
 def _regexes(runtime: RuntimeView, modules: Iterable[Module]) -> list[str]:

@@ -22,15 +22,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...checkpoints.files import fresh, making, unwritable
-from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header, sort_metadata
+from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header
 from ...checkpoints.values import typed
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Raw, frozen, without
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan
 
-_SUMS = "sha256"  # in a file's metadata: of every tensor
+# In a file's metadata. safetensors 0.8 writes several keys in another order each time, and the same
+# run has to leave the same bytes.
+_WORDS = "keepmtp"
+_SUMS = "sha256"  # among them: of every tensor
 
 
 @frozen
@@ -60,14 +63,15 @@ class Statistics:
         sums = {}
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
-            if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
+            words = _words_of(header)
+            if fingerprint is not None and words.get("fingerprint") != fingerprint:
                 rule = "must come from this recipe, source and dataset"
                 raise _refusal(path, rule, "statistics of another run")
             if twice := sorted(entries.keys() & header.entries.keys()):
                 rule = f"{twice[0]} must be in one file only"
                 raise _refusal(path, rule, f"also in {entries[twice[0]].file}")
             entries |= header.entries
-            sums |= json.loads(header.metadata.get(_SUMS, "{}"))
+            sums |= words.get(_SUMS, {})
         return cls(folder=folder, entries=entries, sums=sums)
 
     def __contains__(self, name: object) -> bool:
@@ -119,8 +123,8 @@ def write_statistics(
         apart[name] = value
         sums[name] = _sum(value.view(-1).view(torch.uint8))
     with making(path) as partial:
-        save(apart, partial, {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
-        sort_metadata(partial)
+        words = json.dumps({**metadata, _SUMS: sums}, sort_keys=True)
+        save(apart, partial, {_WORDS: words})
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
@@ -129,9 +133,11 @@ def read_metadata(path: Path) -> Mapping[str, str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    metadata = dict(_read(path).metadata)
-    metadata.pop(_SUMS, None)
-    return metadata
+    return without(_words_of(_read(path)), _SUMS)
+
+
+def _words_of(header: FileHeader) -> Raw:
+    return json.loads(header.metadata.get(_WORDS, "{}"))
 
 
 def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

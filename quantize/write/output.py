@@ -49,7 +49,6 @@ from ...checkpoints.source import (
     donor_files,
     file_sizes,
     refuse_changed_files,
-    sizes_from,
     small_bytes,
     small_object,
 )
@@ -190,7 +189,7 @@ def is_finished(plan: Plan, out: Path) -> bool:
         _is_same(source, record.source, file_sizes(source))
         and all(
             _is_same(
-                donor, (record.donors or {}).get(group), sizes_from(source, donor_files(group))
+                donor, (record.donors or {}).get(group), file_sizes(source, donor_files(group))
             )
             for group, donor in source.donors.items()
         )
@@ -283,7 +282,7 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
         calibration = ""
     others = {}
     for start, other in source.others.items():
-        others[start] = [other.revision, sizes_from(source, start)]
+        others[start] = [other.revision, file_sizes(source, start)]
     parts = {
         "recipe": plan.recipe.model_dump(
             mode="json", exclude={"evaluation", "gates"}
@@ -308,7 +307,7 @@ def record_of(plan: Plan, calibration: Raw | None) -> Record:
     source = plan.source
     donors = {}
     for group, donor in source.donors.items():
-        donors[group] = _recorded(donor, sizes_from(source, donor_files(group)))
+        donors[group] = _recorded(donor, file_sizes(source, donor_files(group)))
     fates = Counter[str]()
     for tensor in plan.tensors:
         fates[tensor.fate] += 1

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch as safetensors
 import torch
 from data_files import table
-from keepmtp.checkpoints.safetensors_file import fill, lay_out, read_header, sort_metadata
+from keepmtp.checkpoints.safetensors_file import fill, lay_out, read_header
 from keepmtp.checkpoints.values import TORCH_DTYPES
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
@@ -37,16 +37,6 @@ def test_a_file_is_laid_out_as_the_library_reads_it(tmp_path):
     header = read_header(path, "a")
     assert {name: entry.start for name, entry in header.entries.items()} == layout.starts
     assert header.metadata == {"format": "pt"}
-
-
-def test_metadata_is_in_order_and_nothing_else_changes(tmp_path):
-    path = tmp_path / "a.safetensors"
-    words = {f"key{number}": "\u00fc" * number for number in (7, 3, 9, 1, 5)}
-    safetensors.save_file({"a": torch.arange(5)}, path, metadata=words)
-    size = path.stat().st_size
-    sort_metadata(path)
-    assert path.stat().st_size == size and list(read_header(path, "a").metadata) == sorted(words)
-    assert torch.equal(safetensors.load_file(path)["a"], torch.arange(5))
 
 
 def test_a_file_that_has_become_shorter(tmp_path):
