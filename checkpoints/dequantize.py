@@ -161,7 +161,7 @@ def _dequantized(
             slices.append(_scaled(table, rows, part, rows.shape, block))
         return torch.cat(slices)
     if form == "int_packed":
-        return _int_packed(parts, (num_rows, num_columns))
+        return _int_packed(parts, shape)
     storage = FORMS[form]
     zero = parts.get("weight_zero_point")
     if zero is not None:
@@ -228,7 +228,7 @@ def _shifts(words: Tensor, bits: int = 4) -> Tensor:
     return torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
 
 
-def _int_packed(parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+def _int_packed(parts: Mapping[str, Tensor], shape: Shape) -> Tensor:
     """Integers of compressed-tensors' pack-quantized: codes around the middle, or around their zero
     points.
     """

@@ -55,7 +55,7 @@ def weight_of(parts: Mapping[str, T]) -> T:
 
 def scale_of(parts: Mapping[str, T]) -> T:
     """The first scale among a module's parts; each convention has its own word for it."""
-    for leaf in FIRST_SCALES:
+    for leaf in (*FIRST_SCALES, "scales"):
         if leaf in parts:
             return parts[leaf]
     raise KeyError("scale")
@@ -101,14 +101,20 @@ class StoredWeight:
     def is_of(self, scheme: str) -> bool:
         """Whether its tensors are those of a scheme; of no form of `TRANSPOSED`."""
         wanted = SCHEMES[scheme]
-        codes, scale, *_ = wanted.weight_tensors(*self.shape)
         has_order = "weight_g_idx" in self.parts
         has_zero_point = "weight_zero_point" in self.parts
         if has_order or has_zero_point != wanted.has_zero_point:
             return False
-        sizes = [math.prod(entry.shape) for entry in (self.weight, scale_of(self.parts))]
         is_coded = self.weight.dtype in FORMS[wanted.form].dtypes
-        return is_coded and sizes == [math.prod(codes.shape), math.prod(scale.shape)]
+        return is_coded and self.has_sizes_of(scheme)
+
+    def has_sizes_of(self, scheme: str) -> bool:
+        """Whether it has as many codes and scales as a scheme."""
+        codes, scale, *_ = SCHEMES[scheme].weight_tensors(*self.shape)
+        for spec, entry in ((codes, self.weight), (scale, scale_of(self.parts))):
+            if math.prod(spec.shape) != math.prod(entry.shape):
+                return False
+        return True
 
     def names(self) -> tuple[HFName, ...]:
         """Every tensor on disk that this weight consists of."""
@@ -200,8 +206,7 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     if leaves == {"weight"} and weight.dtype in FLOATS:
         return stored(form="plain")
     is_unscaled = parts.keys().isdisjoint(FIRST_SCALES)
-    has_two_weights = parts.keys() >= {*WEIGHT_LEAVES}
-    if is_unscaled or has_two_weights or len(shape) != 2:
+    if is_unscaled or len(shape) != 2:
         return stored(form="unknown")
     scale = scale_of(parts)
     (n, k) = shape

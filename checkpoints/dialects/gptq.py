@@ -12,7 +12,6 @@ the real functions by tests/checkpoints/dialects/test_dialects.py and test_forei
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from typing import NamedTuple
 
 from ...recipes.family import VLLMName
@@ -273,11 +272,9 @@ def scheme_of(weight: StoredWeight, built: VLLMModule) -> str:
         return ""
     for name, scheme in SCHEMES.items():
         is_same = (scheme.bits, scheme.group_size) == (built.bits, built.group_size)
-        if is_same and scheme.form == "int_packed" and scheme.has_zero_point == has_zeros:
-            codes, scale, *_ = scheme.weight_tensors(*weight.shape)
-            sizes = [prod(weight.parts[leaf].shape) for leaf in ("qweight", "scales")]
-            if sizes == [prod(codes.shape), prod(scale.shape)]:
-                return name
+        is_packed = scheme.form == "int_packed" and scheme.has_zero_point == has_zeros
+        if is_same and is_packed and weight.has_sizes_of(name):
+            return name
     return ""
 
 

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ...recipes.conventions import ALGORITHMS
+from ...recipes.conventions import ALGORITHMS, FORMATS
 from ...recipes.family_view import FamilyView
 from ...recipes.frozen import Json
 from ..dialects.compressed_tensors import ByScheme, CompressedTensors, compressed_tensors_config
@@ -29,23 +29,34 @@ AskedFor = list[tuple[str, NamedModule, Spellings]]
 
 
 def with_entries(
-    view: FamilyView, modules: Sequence[NamedModule], config: Json
+    view: FamilyView, modules: Sequence[NamedModule], config: Json, *, stays: bool = False
 ) -> tuple[Json, tuple[str, ...]]:
     """The config with what SGLang asks about, and what stands against it; then the config is as it
     was.
+
+    Args:
+        view: the family's names.
+        modules: what the config speaks of.
+        config: the quantization config as vLLM needs it.
+        stays: nothing is added to it.
     """
     model = sglang_model(view.config)
     known = [module for module in modules if module.place.is_known]
-    if config["quant_method"] == "fp8":
+    method = config["quant_method"]
+    if stays and (method not in FORMATS or model.own_config):
+        return config, ("of this config it is not known before it is written: see `keepmtp check`",)
+    if method == "fp8":
         return config, ()
     if model.own_config:
         why = f"its classes read a quantization config of their own form alone ({model.file})"
         return config, (why,)
     if model.draft is None:
         return config, (f"{model.no_draft} ({model.file})",)
-    if config["quant_method"] == "modelopt":
+    made = config
+    obstacles = list[str]()
+    if method == "modelopt" and not stays:
         made, obstacles = _modelopt(view, known, config)
-    else:
+    elif not stays:
         added, obstacles = added_names(view, known)
         made = compressed_tensors_config(view, modules, added)
         made["kv_cache_scheme"] = config["kv_cache_scheme"]
@@ -53,17 +64,6 @@ def with_entries(
     if obstacles:
         return config, tuple(dict.fromkeys(obstacles))
     return made, ()
-
-
-def obstacles_of(view: FamilyView, modules: Sequence[NamedModule], config: Json) -> tuple[str, ...]:
-    """What stands against a config that nothing is added to."""
-    model = sglang_model(view.config)
-    if config["quant_method"] not in ("compressed-tensors", "modelopt") or model.own_config:
-        return ("of this config it is not known before it is written: see `keepmtp check`",)
-    if model.draft is None:
-        return (f"{model.no_draft} ({model.file})",)
-    known = [module for module in modules if module.place.is_known]
-    return tuple(dict.fromkeys(_misbuilt(SglangBuild(view, config), known)))
 
 
 def added_names(view: FamilyView, known: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:

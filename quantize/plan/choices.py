@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
+from operator import attrgetter
 
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source, view_of
@@ -87,7 +88,7 @@ class ChoiceUnit:
         for option in self.options:
             if option.word == word:
                 return option
-        return max(self.options, key=_num_bytes)
+        return max(self.options, key=attrgetter("num_bytes"))
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,6 @@ class Choices:
                 chosen[tensor.name] = tensor
         tensors = tuple(chosen.get(tensor.name, tensor) for tensor in self.base.tensors)
         return replace(self.base, tensors=tensors)
-
-
-def _num_bytes(option: Option) -> int:
-    return option.num_bytes
 
 
 def auto_of(recipe: Recipe) -> BackboneAuto:

@@ -5,17 +5,20 @@ quantization config in the dialect that the recipe's `format` names; and what mo
 look for next to it.
 """
 
+from dataclasses import replace
+
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.dialects.compressed_tensors import compressed_tensors_config
 from ...checkpoints.dialects.fp8 import fp8_config
 from ...checkpoints.dialects.modelopt import hf_quant_config, modelopt_config
 from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtime_modules
+from ...checkpoints.proposal import CONFIG, Proposal
 from ...checkpoints.sglang import VERSION
-from ...checkpoints.sglang.entries import obstacles_of, with_entries
+from ...checkpoints.sglang.entries import with_entries
 from ...recipes.conventions import FP8_CACHE
 from ...recipes.frozen import Json, frozen, without
+from .edited_configs import say_tables
 from .plan import Plan
-from .tables import TABLE_WORDS
 from .tensor_plan import TensorPlan
 
 
@@ -81,7 +84,7 @@ def config_of(plan: Plan) -> QuantizationConfig:
     modules = named_modules(plan.view, matrices_of(plan))
     if plan.recipe.keeps_config:
         value = plan.edited.quantization()
-        obstacles = obstacles_of(plan.view, modules, value)
+        _, obstacles = with_entries(plan.view, modules, value, stays=True)
         return QuantizationConfig(value=value, obstacles=obstacles)
     if plan.recipe.format == "fp8":
         value = fp8_config(modules)
@@ -91,14 +94,11 @@ def config_of(plan: Plan) -> QuantizationConfig:
             written = modelopt_config
         value = written(plan.view, modules) | {"kv_cache_scheme": cache}
     value, obstacles = with_entries(plan.view, modules, value)
-    if "U8" in _tables_of(plan):
-        obstacles = ("models/qwen4_exp.py has no n-gram table in NVFP4", *obstacles)
+    for tensor in plan.tensors:
+        if tensor.role == "table" and tensor.outputs[0].dtype == "U8":
+            obstacles = ("models/qwen4_exp.py has no n-gram table in NVFP4", *obstacles)
+            break
     return QuantizationConfig(value=value, obstacles=obstacles)
-
-
-def _tables_of(plan: Plan) -> set[str]:
-    """The dtypes of the n-gram tables' tensors."""
-    return {tensor.outputs[0].dtype for tensor in plan.tensors if tensor.role == "table"}
 
 
 def files_of(plan: Plan) -> dict[str, Json]:
@@ -116,14 +116,10 @@ def files_of(plan: Plan) -> dict[str, Json]:
     quantization = config_of(plan).value
     changed = {**plan.source.config, **family.config_changes}
     config = without(changed, "compression_config")
-    tables = _tables_of(plan)
-    if family.table_key and tables:  # the quantization config cannot say it
-        told = without(config.get("text_config", config), family.table_key)
-        for dtype in tables & TABLE_WORDS.keys():
-            told[family.table_key] = TABLE_WORDS[dtype]
-        if "text_config" in config:
-            told = {**config, "text_config": told}
-        config = told
+    if family.table_key:  # the quantization config cannot say it
+        proposal = Proposal(replace(plan.source, config=config))
+        say_tables(plan, proposal)
+        config = proposal.value(CONFIG, ())
     # Some drafts read it from the language model's part of config.json.
     is_wanted_twice = plan.view.layout.draft_reads_text_config
     for name in ("text_config", "llm_config"):

@@ -65,7 +65,7 @@ def edited_configs(plan: "Plan") -> Proposal:
         if not is_same:
             raise _unsaid(plan, after, module, schemes.get(module.members[0].weight.module))
     _say_cache(plan, proposal, before)
-    _say_tables(plan, proposal)
+    say_tables(plan, proposal)
     if proposal.edits and isinstance(before.dialect, ModelOpt):
         other_file_agrees(proposal)
     _say_twice(proposal)
@@ -122,7 +122,7 @@ def _say_cache(plan: "Plan", proposal: Proposal, view: RuntimeView) -> None:
         proposal.set_quantization(("kv_cache_quant_algo",), "FP8", why)
 
 
-def _say_tables(plan: "Plan", proposal: Proposal) -> None:
+def say_tables(plan: "Plan", proposal: Proposal) -> None:
     """The dtype of an n-gram table, which the model's own config says."""
     key = plan.view.family.table_key
     why = "the table is stored so"

@@ -754,8 +754,6 @@ def _is_weight(tensor: TensorPlan) -> bool:
         return False
     if tensor.fate == "quantize":
         return True
-    if tensor.fate == "keep" and (tensor.form != "plain" or tensor.scheme):
-        return False
     if tensor.fate not in ("keep", "dequantize"):
         return False
     return all(output.dtype in ("BF16", "F16", "F32") for output in tensor.outputs)
