@@ -273,16 +273,6 @@ def held(folder: Path, rule: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a run has locked this folder."""
-    if not folder.is_dir():
-        return False
-    descriptor = _locked(folder)
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is None
-
-
 def _locked(folder: Path) -> int | None:
     """An open descriptor with the lock on the folder that has this name now; None if another run
     has it.

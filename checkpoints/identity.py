@@ -131,10 +131,10 @@ def identify(folder: Path, *, cache: Path | None = None, watch: Bar | None = Non
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
         try:
-            jobs = []
+            jobs = {}
             for _, path in unread:
-                jobs.append(pool.submit(_read, path, files[path], advance, stop))
-            for (_, path), job in zip(unread, jobs, strict=True):
+                jobs[path] = pool.submit(_read, path, files[path], advance, stop)
+            for path, job in jobs.items():
                 file = job.result()
                 files[path] = file
                 if file.mtime_ns < settled:

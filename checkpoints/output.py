@@ -19,7 +19,6 @@ from .files import (
     WORK,
     fresh,
     held,
-    is_held,
     link,
     partial_path,
     refuse_strange,
@@ -114,10 +113,9 @@ def refuse_another(partial: Path, stamp: str, *, is_ours: bool = False) -> None:
     found = stamp_of(partial)
     if found == stamp or not (found or {path.name for path in partial.iterdir()} - {WORK}):
         return
-    if not is_ours and is_held(partial):
-        raise RecipeError(
-            partial, _ONE_RUN, got="another run at work", cure="Wait for it, or choose another OUT"
-        )
+    if not is_ours:
+        with held(partial, _ONE_RUN):  # or it is at work
+            pass
     raise RecipeError(
         partial,
         "an unfinished output can only be resumed with the same recipe, source, calibration data "

@@ -177,10 +177,11 @@ class Proposal:
             self._indexed.add(file)
             self.edits.append(Edit(why, INDEX))
 
-    def write_index(self, why: str) -> None:
+    def write_index(self) -> None:
         """Let an index list the files that none lists."""
         if not self._has_index:
             self._has_index = True
+            why = "other readers than vLLM and SGLang look for shards in an index"
             self.edits.append(Edit(why, INDEX))
 
     def put_shards(

@@ -235,7 +235,7 @@ def _holder(proposal: Proposal, key: str) -> JSONPath:
 
 def mtp_files_are_indexed(faulty: Faulty) -> None:
     """Files with MTP tensors that the index does not list, or all without one: F4, F9, R6."""
-    faulty.proposal.write_index("other readers than vLLM and SGLang look for shards in an index")
+    faulty.proposal.write_index()
     for name, entry in sorted(faulty.runtime.source.unindexed.items()):
         if faulty.runtime.is_mtp_name(name):
             why = f"vLLM reads what the index lists, and {entry.file} has MTP tensors"

@@ -66,11 +66,10 @@ def with_entries(
     return made, ()
 
 
-def added_names(view: FamilyView, known: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:
+def added_names(view: FamilyView, known: Sequence[NamedModule]) -> tuple[ByScheme, list[str]]:
     """The spellings that only SGLang asks compressed-tensors' config about, by scheme; and names
     that it asks for modules of two schemes.
     """
-    known = list(known)
     model = sglang_model(view.config)
     a_layer = re.escape(model.layers).replace(r"\{i\}", r"\d+")
     has_layers = any(module.place.part == "backbone" for module in known)
@@ -123,13 +122,12 @@ def _modelopt(view: FamilyView, known: list[NamedModule], config: Json) -> tuple
 
 
 def _asked(
-    view: FamilyView, modules: Iterable[NamedModule], rename: Callable[[str], str] = str
+    view: FamilyView, modules: Sequence[NamedModule], rename: Callable[[str], str] = str
 ) -> tuple[AskedFor, list[str]]:
     """The names that SGLang asks for; and those that it asks for modules of two schemes.
 
     `rename` turns a name into that of the module that holds it, where the dialect asks so.
     """
-    modules = list(modules)
     file = sglang_model(view.config).file
     owner = dict[str, NamedModule]()
     for module in modules:

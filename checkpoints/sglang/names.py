@@ -128,14 +128,6 @@ def sglang_model(config: Raw) -> SglangModel:
     return model
 
 
-def packed_modules(view: FamilyView, part: Part) -> Packed:
-    """What the class of a part says of its fused modules."""
-    model = sglang_model(view.config)
-    if part == "mtp" and model.draft_packed is not None:
-        return model.draft_packed
-    return model.packed
-
-
 def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:
     """How the class of a part rewrites the entries of a quantization config, by its
     `quant_method`.

@@ -24,7 +24,7 @@ from ..dialects.matching import plain
 from ..dialects.modelopt import ModelOpt
 from ..dialects.quark import Quark
 from ..dialects.runtime_view import KINDS, parts_of
-from .names import entry_renames, packed_modules, sglang_model, sglang_module, sglang_stem
+from .names import entry_renames, sglang_model, sglang_module, sglang_stem
 from .reading import SglangReader, fixed, read
 
 # The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for
@@ -79,7 +79,10 @@ class SglangBuild:
             return name, self._answers[key]
         reader = self.readers[place.part]
         kind = KINDS.get(place.role, "linear")
-        shards = parts_of(name, kind, packed_modules(self.view, place.part), _PROJECTIONS)
+        packed = self.model.packed
+        if place.part == "mtp" and self.model.draft_packed is not None:
+            packed = self.model.draft_packed
+        shards = parts_of(name, kind, packed, _PROJECTIONS)
         answer = reader.resolve(VLLMName(name), shards, kind)
         if not name:
             answer = plain()

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from ...checkpoints.dialects.choose import UNQUANTIZED
 from ...checkpoints.dialects.fp8 import Fp8
-from ...checkpoints.dialects.runtime_view import RuntimeView
+from ...checkpoints.dialects.runtime_view import RuntimeView, described
 from ...checkpoints.source import Entry, Source, donor_files, origin_of, view_of
 from ...checkpoints.source_of import release_of
 from ...checkpoints.stored import (
@@ -198,10 +198,7 @@ class Decisions:
         row = place.row
         # A 3-D expert parameter is a weight whose name has no `.weight`.
         if row.stacked and place.leaf == "":
-            stack = StoredWeight(
-                module=name, form="plain", parts={"weight": entry}, shape=entry.shape
-            )
-            return self.weight(stack)
+            return self.weight(described(entry))
         is_other = place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"
         is_other |= self._is_carried(entry)
         if is_other and not row.stacked:
@@ -315,11 +312,7 @@ class Decisions:
     # --- what can be done -------------------------------------------------------------------------
 
     def _keeps_dialect(self, entry: Entry) -> bool:
-        """Whether a finished checkpoint's tensor is written in its own dialect."""
-        if self.recipe.keeps_config and not origin_of(entry):
-            return True
-        served = served_at(self.origins, entry)
-        return served is not None and served.dialect.name == self.recipe.format
+        return keeps_dialect(self.recipe, self.origins, entry)
 
     def _source_of(self, entry: Entry) -> Source:
         """The checkpoint that a tensor is read from."""
@@ -504,6 +497,14 @@ def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
 def served_at(origins: Origins, entry: Entry) -> RuntimeView | None:
     """What a server has of the checkpoint that a tensor is from."""
     return origins.get(origin_of(entry))
+
+
+def keeps_dialect(recipe: Recipe, origins: Origins, entry: Entry) -> bool:
+    """Whether a finished checkpoint's tensor is written in its own dialect."""
+    if recipe.keeps_config and not origin_of(entry):
+        return True
+    served = served_at(origins, entry)
+    return served is not None and served.dialect.name == recipe.format
 
 
 def origins_of(source: Source, view: FamilyView) -> Origins:

@@ -25,6 +25,8 @@ from .configs import files_of
 from .edited_configs import as_written
 from .plan import Plan
 
+_NO_BATCHES = "a draft alone has no backbone that could give it batches"
+
 
 def recipe_of_draft(recipe: Recipe, target: RuntimeView) -> Recipe:
     """The recipe of a block alone, in the dialect of its target where keepmtp writes that one.
@@ -42,14 +44,14 @@ def recipe_of_draft(recipe: Recipe, target: RuntimeView) -> Recipe:
         if needs_batches:
             raise RecipeError(
                 "--mtp",
-                "a draft alone has no backbone that could give it batches",
+                _NO_BATCHES,
                 got=word,
                 cure=f"Use {instead}",
             )
     if recipe.search == "imatrix":
         raise RecipeError(
             "--draft-for",
-            "a draft alone has no backbone that could give it batches",
+            _NO_BATCHES,
             got="search: imatrix",
             cure="Remove it from a copy of the recipe, or write mse",
         )

@@ -38,7 +38,15 @@ from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
 from ...recipes.tensor_parallel import Cut, Cuts, cut_of
-from .decide import Decisions, Origins, added_aliases, matching_limit, origins_of, served_at
+from .decide import (
+    Decisions,
+    Origins,
+    added_aliases,
+    keeps_dialect,
+    matching_limit,
+    origins_of,
+    served_at,
+)
 from .edited_configs import edited_configs
 from .kv_cache import with_cache_scales
 from .tables import is_table, refuse_tables
@@ -124,11 +132,7 @@ class Plan:
     @cached_property
     def num_bytes_before(self) -> int:
         """Bytes of the source tensors that are consumed."""
-        read = set[HFName]()
-        for tensor in self.tensors:
-            if tensor.fate != "add":
-                read.update(tensor.inputs)
-        return total_bytes(self.entries[name] for name in read)
+        return self.num_bytes_read(tensor for tensor in self.tensors if tensor.fate != "add")
 
     def num_bytes_read(self, tensors: Iterable[TensorPlan]) -> int:
         """Bytes of the source that these tensors are made from."""
@@ -205,15 +209,11 @@ class Plan:
             return spelled
         for tensor in self.tensors:
             served = None
-            is_carried = False  # its outputs are the source's tensors
             if tensor.fate == "keep":
                 entry = self.entries[tensor.inputs[0]]
                 served = served_at(self.origins, entry)
-                is_carried = self.recipe.keeps_config and not origin_of(entry)
-            if served is not None and served.dialect.name == self.recipe.format:
-                is_carried = True
-            if is_carried:
-                continue
+                if keeps_dialect(self.recipe, self.origins, entry):
+                    continue  # its outputs are the source's tensors
             if tensor.name.endswith(CACHE_LEAVES):
                 for output in tensor.outputs:
                     name = HFName(cache_scale_in("modelopt", output.name))
