@@ -165,8 +165,8 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(AutoRoundGiven, raw)
-    data_type = given.data_type or "int"
-    backend = given.backend or given.vllm_backend or "auto"
+    data_type = given.data_type
+    backend = given.backend or given.vllm_backend
     if data_type == "fp8":
         data_type = "fp"
     packed = _PACKINGS.get(given.packing_format or "", "")
@@ -189,12 +189,12 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
             f"INC supports no {data_type} of {size} (packing_format {given.packing_format}, "
             f"backend {backend})"
         )
-    blocks = given.block_name_to_quantize or given.to_quant_block_names or ()
+    blocks = given.block_name_to_quantize or given.to_quant_block_names
     if isinstance(blocks, str):
         blocks = blocks.split(",")
     extra = dict[str, AutoRoundException]()
     entries = list[ConfigEntry]()
-    for name, exception in (given.extra_config or {}).items():
+    for name, exception in given.extra_config.items():
         read = rename.name(name)
         extra[read] = exception
         if (exception.bits or 0) >= _PLAIN_BITS:

@@ -166,8 +166,8 @@ def read_compressed_tensors(
     all_experts = None
     if family and given.format and given.format == family.rerouted_format:
         all_experts = MXFP4._replace(scales=ENCODED)
-    for group in (given.config_groups or {}).values():
-        targets = group.targets or ()
+    for group in given.config_groups.values():
+        targets = group.targets
         if len(targets) == 1 and targets[0].endswith("Attention"):
             continue  # KV-cache quantization; vLLM skips it
         of_linear = _built(group, given.format, is_experts=False)
@@ -184,7 +184,7 @@ def read_compressed_tensors(
             linear[read] = of_linear
             experts[read] = of_experts
             schemes[read] = _scheme_of(group)
-    ignored = [ConfigEntry("ignore", entry, (rename.path(entry),)) for entry in given.ignore or ()]
+    ignored = [ConfigEntry("ignore", entry, (rename.path(entry),)) for entry in given.ignore]
     ignore = Entries(entry.read[0] for entry in ignored)
     targets = Entries(linear)
     targets.refuse_wrong()

@@ -130,7 +130,7 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(Fp8Given, raw)
-    listed = given.ignored_layers or given.modules_to_not_convert or ()
+    listed = given.ignored_layers or given.modules_to_not_convert
     family = family_of(config)
     own_class = ""  # for this model's FP8; "" for the usual one
     if family is not None:
@@ -150,7 +150,7 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     # Experts are MXFP4 even if the config says blocks.
     if given.moe_quant_algo != "NVFP4":
         return replace(found, experts=_MXFP4_EXPERTS)
-    return replace(found, experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
+    return replace(found, experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore)
 
 
 def _expert_dtype(config: Raw) -> Any:

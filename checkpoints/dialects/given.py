@@ -10,10 +10,17 @@ belongs would be read letter by letter.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from ...recipes.errors import CheckpointError, first_fault
-from ...recipes.frozen import Raw
+from ...recipes.frozen import Raw, without_none
 
 _LARGEST = 2**31 - 1  # larger than any group or block that a kernel has
 _Size = Annotated[int, Field(ge=1, le=_LARGEST)]
@@ -22,16 +29,24 @@ _Side = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 _Group = Annotated[int, Field(ge=-1, le=_LARGEST)]
 _Bits = Annotated[int, Field(strict=True, ge=1, le=32)]
 _Algorithm = Annotated[str, StringConstraints(to_upper=True)]
-_Names = tuple[str, ...] | None
+_Names = tuple[str, ...]
 
 
 class _Given(BaseModel):
     # Keys that keepmtp does not read are not looked at: they differ from tool to tool.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, raw: Any) -> Any:
+        """Null is as good as no value."""
+        if isinstance(raw, Mapping):
+            return without_none(raw)
+        return raw
+
 
 class GivenArguments(_Given):
-    """compressed-tensors' QuantizationArgs, with its defaults; null is as good as no value."""
+    """compressed-tensors' QuantizationArgs, with its defaults."""
 
     num_bits: Annotated[int, Field(ge=1, le=64)] | None = None
     type: str | None = None
@@ -51,7 +66,7 @@ class GivenArguments(_Given):
 class GivenGroup(_Given):
     """One of compressed-tensors' `config_groups`."""
 
-    targets: _Names = None
+    targets: _Names = ()
     format: str | None = None
     weights: GivenArguments | None = None
     input_activations: GivenArguments | None = None
@@ -60,16 +75,16 @@ class GivenGroup(_Given):
 class CompressedTensorsGiven(_Given):
     """`quant_method: compressed-tensors`."""
 
-    config_groups: Mapping[str, GivenGroup] | None = None
+    config_groups: Mapping[str, GivenGroup] = {}
     format: str | None = None
-    ignore: _Names = None
+    ignore: _Names = ()
 
 
 class ModuleAlgorithm(_Given):
     """One of modelopt's `quantized_layers`."""
 
-    quant_algo: _Algorithm | None = None
-    group_size: _Size | None = None
+    quant_algo: _Algorithm = ""
+    group_size: _Size = 128
 
 
 class ModelOptInner(_Given):
@@ -77,12 +92,12 @@ class ModelOptInner(_Given):
     hf_quant_config.json.
     """
 
-    quant_algo: _Algorithm | None = None
-    ignore: _Names = None
-    exclude_modules: _Names = None
-    ignored_layers: _Names = None
-    quantized_layers: Mapping[str, ModuleAlgorithm] | None = None
-    group_size: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
+    quant_algo: _Algorithm = ""
+    ignore: _Names | None = None
+    exclude_modules: _Names | None = None
+    ignored_layers: _Names = ()
+    quantized_layers: Mapping[str, ModuleAlgorithm] = {}
+    group_size: Annotated[int, Field(ge=0, le=_LARGEST)] = 0
 
 
 class ActivationsOnly(_Given):
@@ -96,18 +111,18 @@ class ModelOptGiven(ModelOptInner):
 
     quant_method: str | None = None
     quantization: ModelOptInner | None = None
-    config_groups: Mapping[str, ActivationsOnly] | None = None
+    config_groups: Mapping[str, ActivationsOnly] = {}
 
 
 class Fp8Given(_Given):
     """`quant_method: fp8`."""
 
-    ignored_layers: _Names = None
-    modules_to_not_convert: _Names = None
-    ignore: _Names = None
+    ignored_layers: _Names = ()
+    modules_to_not_convert: _Names = ()
+    ignore: _Names = ()
     weight_block_size: tuple[_Side, _Side] | None = None
     activation_scheme: Literal["dynamic", "static"]
-    moe_quant_algo: _Algorithm | None = None
+    moe_quant_algo: _Algorithm = ""
 
 
 class GptqGiven(_Given):
@@ -117,9 +132,9 @@ class GptqGiven(_Given):
     group_size: _Group | None = None
     desc_act: bool | None = None
     sym: bool | None = None
-    lm_head: bool | None = None
-    dynamic: Raw | None = None
-    modules_in_block_to_quantize: tuple[str | tuple[str, ...], ...] | None = None
+    lm_head: bool = False
+    dynamic: Raw = {}
+    modules_in_block_to_quantize: tuple[str | _Names, ...] = ()
 
 
 class AwqGiven(_Given):
@@ -130,8 +145,8 @@ class AwqGiven(_Given):
     q_group_size: _Group | None = None
     group_size: _Group | None = None
     zero_point: bool | None = None
-    lm_head: bool | None = None
-    modules_to_not_convert: _Names = None
+    lm_head: bool = False
+    modules_to_not_convert: _Names = ()
 
 
 class AutoRoundException(_Given):
@@ -145,44 +160,44 @@ class AutoRoundException(_Given):
 class AutoRoundGiven(AutoRoundException):
     """`quant_method: auto-round`."""
 
-    data_type: str | None = None
+    data_type: str = "int"
     packing_format: str | None = None
-    backend: str | None = None
-    vllm_backend: str | None = None
-    block_name_to_quantize: str | tuple[str, ...] | None = None
-    to_quant_block_names: str | tuple[str, ...] | None = None
-    extra_config: Mapping[str, AutoRoundException] | None = None
+    backend: str = ""
+    vllm_backend: str = "auto"
+    block_name_to_quantize: str | _Names = ()
+    to_quant_block_names: str | _Names = ()
+    extra_config: Mapping[str, AutoRoundException] = {}
 
 
 class QuarkTensor(_Given):
     """How quark quantizes weights or inputs."""
 
-    dtype: str | None = None
-    qscheme: str | None = None
-    group_size: int | None = None
-    is_dynamic: bool | None = None
-    symmetric: bool | None = None
-    ch_axis: int | None = None
-    scale_format: str | None = None
-    scale_type: str | None = None
-    block_size: tuple[_Size, ...] | None = None
+    dtype: str = ""
+    qscheme: str = ""
+    group_size: int = 0
+    is_dynamic: bool = False
+    symmetric: bool = False
+    ch_axis: int = 0
+    scale_format: str = ""
+    scale_type: str = ""
+    block_size: tuple[_Size, ...] = ()
 
     @property
-    def kind(self) -> tuple[str | None, str | None, bool]:
+    def kind(self) -> tuple[str, str, bool]:
         """What its numbers are, what has a scale, and whether that is computed as the model
         runs.
         """
-        return self.dtype, self.qscheme, bool(self.is_dynamic)
+        return self.dtype, self.qscheme, self.is_dynamic
 
 
-_QuarkTensors = QuarkTensor | tuple[QuarkTensor, ...] | None
+_QuarkTensors = QuarkTensor | tuple[QuarkTensor, ...]
 
 
 class QuarkLayer(_Given):
     """One of quark's configs of a layer."""
 
-    weight: _QuarkTensors = None
-    input_tensors: _QuarkTensors = None
+    weight: _QuarkTensors = ()
+    input_tensors: _QuarkTensors = ()
     output_tensors: Any = None
     bias: Any = None
 
@@ -192,18 +207,18 @@ class QuarkExport(_Given):
     cache.
     """
 
-    kv_cache_group: _Names = None
-    pack_method: str | None = None
+    kv_cache_group: _Names = ()
+    pack_method: str = ""
 
 
 class QuarkGiven(_Given):
     """`quant_method: quark`; vLLM wants `export`."""
 
     export: QuarkExport | None = None
-    exclude: _Names = None
-    global_quant_config: QuarkLayer | None = None
+    exclude: _Names = ()
+    global_quant_config: QuarkLayer = QuarkLayer()
     layer_type_quant_config: Raw | None = None
-    layer_quant_config: Mapping[str, QuarkLayer] | None = None
+    layer_quant_config: Mapping[str, QuarkLayer] = {}
 
 
 _Form = TypeVar("_Form", bound=_Given)

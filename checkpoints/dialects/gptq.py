@@ -185,7 +185,7 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
     dynamic = list[DynamicRule]()
     entries = list[ConfigEntry]()
     excepts_draft = False
-    for key, value in (given.dynamic or {}).items():
+    for key, value in given.dynamic.items():
         # `+:` changes bits and groups, and excepts nothing.
         expression = key.removeprefix("-:").removeprefix("+:")
         changes: Raw | None = {}
@@ -204,7 +204,7 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
         if not error and changes.get("desc_act", given.desc_act) and is_grouped:
             error = ACT_ORDER
     stored = list[str]()
-    for item in given.modules_in_block_to_quantize or ():
+    for item in given.modules_in_block_to_quantize:
         if isinstance(item, str):
             stored.append(item)
         else:
@@ -213,7 +213,7 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
         bits=given.bits or 0,
         group_size=given.group_size or 0,
         is_symmetric=bool(given.sym),
-        has_quantized_head=bool(given.lm_head),
+        has_quantized_head=given.lm_head,
         dynamic=tuple(dynamic),
         stored=Substrings(rename.name(word) for word in stored or integers),
         entries=tuple(entries),
@@ -241,12 +241,12 @@ def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
         error = f"ValueError: Unsupported num_bits = {bits}. Supported: 4"
     # Without a list vLLM makes one of the headers, in the names on disk: so one expert's name is no
     # part of the name of all.
-    listed = given.modules_to_not_convert or ()
+    listed = given.modules_to_not_convert
     entries = [ConfigEntry("modules_to_not_convert", word, (rename.name(word),)) for word in listed]
     return Awq(
         group_size=group_size or 0,
         has_zeros=bool(given.zero_point),
-        has_quantized_head=bool(given.lm_head),
+        has_quantized_head=given.lm_head,
         skipped=Substrings(rename.name(word) for word in listed or floats),
         rename=rename,
         entries=tuple(entries),

@@ -206,11 +206,11 @@ def read_modelopt(
         listed = holder.exclude_modules
     if listed is None and holds(">=0.33", vllm):
         listed = holder.exclude_modules
-    listed = listed or holder.ignored_layers or ()
-    algorithm = holder.quant_algo or ""
+    listed = listed or holder.ignored_layers
+    algorithm = holder.quant_algo
     if not algorithm and given.quant_method == "mxfp8":
         algorithm = "MXFP8"
-    groups = (given.config_groups or {}).values()
+    groups = given.config_groups.values()
     if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
@@ -223,10 +223,10 @@ def read_modelopt(
         exclude += entry.read
     layers = dict[str, str]()
     sizes = set[int]()
-    for name, row in (holder.quantized_layers or {}).items():
-        layers[rename.name(name)] = row.quant_algo or ""
+    for name, row in holder.quantized_layers.items():
+        layers[rename.name(name)] = row.quant_algo
         if row.quant_algo in _BLOCKS:
-            sizes.add(row.group_size or 128)
+            sizes.add(row.group_size)
     codecs = ()
     if holds(">=0.32", vllm):
         codecs = _CODECS

@@ -32,7 +32,7 @@ _NO_SCHEME = "it has no scheme of Quark's with these weights and inputs"
 _TWO = ("weight", "weight_scale")
 _ONE_FP8_SCALE = ("fp8_e4m3", "per_tensor", False)
 _MX_DTYPES = ("fp4", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3")
-_MX_FORMS: Mapping[str | None, Form] = {"fp4": "mxfp4", "fp8_e4m3": "mxfp8"}
+_MX_FORMS: Mapping[str, Form] = {"fp4": "mxfp4", "fp8_e4m3": "mxfp8"}
 
 
 @frozen
@@ -116,24 +116,22 @@ def read_quark(raw: Raw, rename: Renamer) -> Quark:
     """
     given = read_given(QuarkGiven, raw)
     export = given.export or QuarkExport()
-    group = export.kv_cache_group or ()
+    group = export.kv_cache_group
     layers = dict[str, QuarkLayer]()
-    for name, layer in (given.layer_quant_config or {}).items():
+    for name, layer in given.layer_quant_config.items():
         # Outputs of the layers of the cache are not those of the layer: vLLM takes them out.
         is_cache = any(fnmatchcase(name, pattern) for pattern in group)
         if is_cache or (group and name == "*q_proj"):
             layer = layer.model_copy(update={"output_tensors": None})
         layers[rename.name(name)] = layer
-    usual = given.global_quant_config or QuarkLayer()
-    listed = given.exclude or ()
-    entries = [ConfigEntry("exclude", entry, (rename.name(entry),)) for entry in listed]
+    entries = [ConfigEntry("exclude", word, (rename.name(word),)) for word in given.exclude]
     found = Quark(
         exclude=Entries(entry.read[0] for entry in entries),
         layers=layers,
-        usual=usual,
+        usual=given.global_quant_config,
         rename=rename,
         entries=tuple(entries),
-        pack_method=export.pack_method or "",
+        pack_method=export.pack_method,
         error=_NO_EXPORT if given.export is None else "",
         error_unless_excluded=_NO_LAYER_TYPES if given.layer_type_quant_config is None else "",
     )
@@ -166,7 +164,7 @@ def _with_inputs(
     weight: QuarkTensor, inputs: QuarkTensor, *, is_experts: bool
 ) -> VLLMModule | None:
     leaves = [*_TWO]
-    is_dynamic = bool(inputs.is_dynamic)
+    is_dynamic = inputs.is_dynamic
     if not is_dynamic:
         leaves.append("input_scale")
     is_static_fp8 = inputs.kind == _ONE_FP8_SCALE
@@ -194,7 +192,7 @@ def _with_inputs(
     return None
 
 
-def _of_int8(qscheme: str | None, leaves: Sequence[str]) -> VLLMModule | None:
+def _of_int8(qscheme: str, leaves: Sequence[str]) -> VLLMModule | None:
     """What weights of eight bits register."""
     zeros = frozenset({"weight_zero_point", "input_zero_point"})
     if qscheme == "per_channel":
@@ -205,7 +203,7 @@ def _of_int8(qscheme: str | None, leaves: Sequence[str]) -> VLLMModule | None:
 
 
 def _of_lists(
-    weights: list[QuarkTensor], inputs: list[QuarkTensor], *, is_experts: bool
+    weights: Sequence[QuarkTensor], inputs: Sequence[QuarkTensor], *, is_experts: bool
 ) -> VLLMModule | None:
     if len(weights) != 2:
         return None
@@ -235,16 +233,14 @@ def _mx(weight: QuarkTensor, *of_inputs: str) -> VLLMModule | None:
             return UNKNOWN
         return None
     is_block = weight.kind == ("fp8_e4m3", "per_block", False) and weight.symmetric
-    columns = (weight.block_size or ())[1:]
+    columns = weight.block_size[1:]
     if is_block and weight.scale_type == "float8_e8m0fnu" and columns == (32,):
         return UNKNOWN
     return None
 
 
-def _listed(given: QuarkTensor | tuple[QuarkTensor, ...] | None) -> list[QuarkTensor]:
+def _listed(given: QuarkTensor | tuple[QuarkTensor, ...]) -> Sequence[QuarkTensor]:
     """A list of one is as good as the one."""
-    if isinstance(given, tuple):
-        return [*given]
-    if given is None:
-        return []
-    return [given]
+    if isinstance(given, QuarkTensor):
+        return [given]
+    return given
