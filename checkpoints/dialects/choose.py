@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName, Part
-from ...recipes.renamer import Renamer, family_of, renamer
+from ...recipes.renamer import family_of, renamer
 from ...recipes.runtimes.vllm import NEWEST, asked, minor
 from ..companions import HF_QUANT_CONFIG
 from ..stored import FLOATS
@@ -65,39 +65,28 @@ def read_dialect(
     if raw is None:
         where = HF_QUANT_CONFIG
         raw = {"quant_method": "modelopt", **(hf_quant_config or {})}
+    method = method_of(raw)
     try:
-        return _read(raw, config, hf_quant_config or {}, renamer(config, part, vllm), dtypes, vllm)
+        family = family_of(config, vllm)
+        rename = renamer(config, part, vllm)
+        match method:
+            case "compressed-tensors":
+                return read_compressed_tensors(raw, rename, family)
+            case "fp8" | "deepseek_v4_fp8":
+                return read_fp8(raw, config, rename)
+            case "gptq" | "auto_gptq" | "gptq_marlin":
+                return read_gptq(raw, rename, _modules(dtypes, are_floats=False))
+            case "awq" | "auto_awq" | "awq_marlin":
+                integers = _modules(dtypes, are_floats=False)
+                return read_awq(raw, rename, _modules(dtypes, are_floats=True) - integers)
+            case "inc":
+                return read_autoround(raw, rename)
+            case "quark" if family is None or not family.fp8_class:  # else it goes to that class
+                return read_quark(raw, rename)
+        if method.startswith("modelopt") or method == "mxfp8":
+            return read_modelopt(raw, hf_quant_config or {}, rename, vllm)
     except CheckpointError as error:
         raise error.at(where) from error
-
-
-def _read(
-    raw: Raw,
-    config: Raw,
-    hf_quant_config: Raw,
-    rename: Renamer,
-    dtypes: Mapping[HFName, str],
-    vllm: str,
-) -> Dialect:
-    """The dialect of a quantization config, whose file the caller knows."""
-    method = method_of(raw)
-    family = family_of(config, vllm)
-    match method:
-        case "compressed-tensors":
-            return read_compressed_tensors(raw, rename, family)
-        case "fp8" | "deepseek_v4_fp8":
-            return read_fp8(raw, config, rename)
-        case "gptq" | "auto_gptq" | "gptq_marlin":
-            return read_gptq(raw, rename, _modules(dtypes, are_floats=False))
-        case "awq" | "auto_awq" | "awq_marlin":
-            integers = _modules(dtypes, are_floats=False)
-            return read_awq(raw, rename, _modules(dtypes, are_floats=True) - integers)
-        case "inc":
-            return read_autoround(raw, rename)
-        case "quark" if family is None or not family.fp8_class:  # else it goes to that class
-            return read_quark(raw, rename)
-    if method.startswith("modelopt") or method == "mxfp8":
-        return read_modelopt(raw, hf_quant_config, rename, vllm)
     # A dialect that keepmtp does not know: only the lists of modules to leave alone are read.
     entries = list[ConfigEntry]()
     for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):

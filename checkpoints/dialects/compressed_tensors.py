@@ -29,7 +29,7 @@ from ...recipes.renamer import Renamer
 from ...recipes.schemes import SCHEMES
 from .dialect import PLAIN, UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
-from .matching import ENCODED, MXFP4, SCHEMES_DIFFER, left_out, plain, raises, registers
+from .matching import ENCODED, MXFP4, SCHEMES_DIFFER, named, plain, raises, registers
 from .modules import NamedModule, Spellings, regexes
 from .patterns import Entries, equal_or_regex
 
@@ -120,7 +120,9 @@ class CompressedTensors(Dialect):
     def _scheme(
         self, name: str, shards: Sequence[str], class_name: str, builds: _Builds
     ) -> Resolution:
-        ignored = self._ignored(name, shards)
+        # `should_ignore_layer`: first the fused name, then its shards, of which all or none must be
+        # named.
+        ignored = named(name, shards, self.ignore.first, SCHEMES_DIFFER)
         if ignored is not None:
             return ignored
         target = self.targets.first(name)
@@ -142,12 +144,6 @@ class CompressedTensors(Dialect):
         if not targets or None in targets:
             return None
         return targets[0]
-
-    def _ignored(self, name: str, shards: Sequence[str]) -> Resolution | None:
-        """`should_ignore_layer`."""
-        # First the fused name, then its shards, of which all or none must be named.
-        hit = self.ignore.first
-        return left_out((name,), hit, "") or left_out(shards, hit, SCHEMES_DIFFER.format(name))
 
 
 def read_compressed_tensors(

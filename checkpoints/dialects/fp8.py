@@ -12,7 +12,6 @@ by tests/checkpoints/dialects/test_dialects.py.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
@@ -69,7 +68,6 @@ class Fp8(Dialect):
     experts: VLLMModule
     keeps_mxfp4: tuple[str, ...] = ()
     num_layers: int = 0
-    name: str = "fp8"
 
     # Whole names.
     exceptions = Exceptions(("ignored_layers", "modules_to_not_convert"), may_be_on_disk=True)
@@ -135,22 +133,31 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     own_class = ""  # for this model's FP8; "" for the usual one
     if family is not None:
         own_class = family.fp8_class
-    linear = _built(given, own_class)
-    if own_class and given.weight_block_size == (32, 32) and _expert_dtype(config) == "fp4":
-        linear = _MXFP8
-    found = Fp8(ignored=(), linear=linear, experts=linear, rename=rename)
-    entries = tuple(map(found.reads, listed))
-    found = replace(found, entries=entries, ignored=tuple(entry.read[0] for entry in entries))
-    if not own_class:
-        return found
-    text = language_config(config)
-    found = replace(found, num_layers=text.get("num_hidden_layers") or 0, name=own_class)
-    if _expert_dtype(config) != "fp4":
-        return found
-    # Experts are MXFP4 even if the config says blocks.
-    if given.moe_quant_algo != "NVFP4":
-        return replace(found, experts=_MXFP4_EXPERTS)
-    return replace(found, experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore)
+    linear = experts = _built(given, own_class)
+    keeps_mxfp4 = ()
+    if own_class and _expert_dtype(config) == "fp4":
+        if given.weight_block_size == (32, 32):
+            linear = _MXFP8
+        # Experts are MXFP4 even if the config says blocks.
+        experts = _MXFP4_EXPERTS
+        if given.moe_quant_algo == "NVFP4":
+            experts = modelopt_built("NVFP4", 16, 128)
+            keeps_mxfp4 = given.ignore
+    ignored = list[str]()
+    entries = list[ConfigEntry]()
+    for word in listed:
+        ignored.append(rename.name(word))
+        entries.append(ConfigEntry("ignored_layers", word, (ignored[-1],)))
+    return Fp8(
+        name=own_class or "fp8",
+        ignored=tuple(ignored),
+        linear=linear,
+        experts=experts,
+        keeps_mxfp4=keeps_mxfp4,
+        num_layers=language_config(config).get("num_hidden_layers") or 0,
+        rename=rename,
+        entries=tuple(entries),
+    )
 
 
 def _expert_dtype(config: Raw) -> Any:

@@ -26,7 +26,7 @@ from .matching import (
     SHARDS_DIFFER,
     Substrings,
     lacks,
-    left_out,
+    named,
     plain,
     raises,
     registers,
@@ -92,11 +92,15 @@ class Gptq(Dialect):
                 return plain()
             if None in hits:
                 return raises(SHARDS_DIFFER.format(module), "", "shards")
-        override = DynamicRule("", {})
-        if kind != "experts" or not self.is_blind_to_experts:
-            override = self._override(module)
-        entry = override.expression
-        changes = override.changes
+        entry = ""
+        changes: Raw | None = {}
+        dynamic = self.dynamic
+        if kind == "experts" and self.is_blind_to_experts:
+            dynamic = ()
+        for rule in dynamic:  # `get_dynamic_override`: the first that matches
+            if matches_start(module, rule.expression):
+                entry, changes = rule
+                break
         if changes is None:
             return plain(f"-:{entry}")
         bits = _number(changes, "bits", self.bits)
@@ -115,13 +119,6 @@ class Gptq(Dialect):
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whether its expression matches the name from the start."""
         return matches_start(name, entry.read[0])
-
-    def _override(self, module: str) -> DynamicRule:
-        """`get_dynamic_override`: the first that matches."""
-        for override in self.dynamic:
-            if matches_start(module, override.expression):
-                return override
-        return DynamicRule("", {})
 
 
 @frozen
@@ -156,14 +153,10 @@ class Awq(Dialect):
         # written.
         if kind == "experts" and self.group_size not in MARLIN_GROUPS:
             skipped = Substrings(entry.written for entry in self.entries)
-        asked: list[Sequence[str]] = [(module,)]
-        if kind == "linear":
-            asked.append(shards)
-        for names in asked:
-            answer = left_out(names, skipped.within, SHARDS_DIFFER.format(module))
-            if answer is not None:
-                return answer
-        return Resolution(awq_built(self.group_size, has_zeros=self.has_zeros))
+        if kind != "linear":
+            shards = ()
+        answer = named(module, shards, skipped.within, SHARDS_DIFFER)
+        return answer or Resolution(awq_built(self.group_size, has_zeros=self.has_zeros))
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whether it is a part of the name."""

@@ -80,6 +80,15 @@ def left_out(
     return plain(hits[0])
 
 
+def named(
+    module: str, shards: Iterable[str], hit: Callable[[str], str | None], error: str
+) -> Resolution | None:
+    """The answer for a module by its own name, else for a fused one by those of its parts; see
+    `left_out`.
+    """
+    return left_out((module,), hit, "") or left_out(shards, hit, error.format(module))
+
+
 def skipped(module: str, shards: Sequence[str], entries: Sequence[str]) -> Resolution | None:
     """vLLM's `is_layer_skipped`; routed experts have no shards there."""
     if not shards and "experts" in module:
@@ -87,10 +96,8 @@ def skipped(module: str, shards: Sequence[str], entries: Sequence[str]) -> Resol
             if "experts" in entry and module in entry:
                 return plain(entry)
         return None
-    if module in entries:
-        return plain(module)
     # Of the parts a list must name all or none.
-    return left_out(shards, partial(_whole, entries), SHARDS_DIFFER.format(module))
+    return named(module, shards, partial(_whole, entries), SHARDS_DIFFER)
 
 
 def _whole(entries: Sequence[str], name: str) -> str | None:

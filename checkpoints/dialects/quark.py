@@ -19,7 +19,7 @@ from ...recipes.renamer import Renamer
 from ..stored import Form
 from .dialect import UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, Raw, read_given
-from .matching import SCHEMES_DIFFER, left_out, plain, raises, registers
+from .matching import SCHEMES_DIFFER, named, plain, raises, registers
 from .patterns import Entries, equal_or_regex
 
 _NO_EXPORT = (
@@ -74,10 +74,9 @@ class Quark(Dialect):
             for entry in self.exclude.written:
                 if entry == module or entry.startswith(f"{module}."):
                     return plain(entry)
-        for names in ((module,), parts):
-            answer = left_out(names, self.exclude.first, SCHEMES_DIFFER.format(module))
-            if answer is not None:
-                return answer
+        answer = named(module, parts, self.exclude.first, SCHEMES_DIFFER)
+        if answer is not None:
+            return answer
         if self.error_unless_excluded:
             return raises(self.error_unless_excluded)
         names = parts or (module,)

@@ -36,7 +36,9 @@ def kv_bytes(view: FamilyView, *, tp: int = 1, width: int = 2) -> tuple[int, int
     """
     kinds = _kinds(view)
     a_layer = _a_layer(view, tp, width)
-    target = a_layer * kinds.count("full") * _attentions(view)
+    # Attentions of a layer; none of a kind that is not counted.
+    leaves = Counter(row.path.rpartition(".")[2] for row in view.family.block)
+    target = a_layer * kinds.count("full") * (leaves["kv_b_proj"] or leaves["k_proj"])
     if not target:
         return None
     draft = a_layer
@@ -53,12 +55,6 @@ def kv_bytes(view: FamilyView, *, tp: int = 1, width: int = 2) -> tuple[int, int
         target += index * config.get("indexer_types", ["full"] * view.num_layers).count("full")
         draft += index
     return target, draft
-
-
-def _attentions(view: FamilyView) -> int:
-    """Attentions of a layer; 0 for a kind that is not counted."""
-    leaves = Counter(row.path.rpartition(".")[2] for row in view.family.block)
-    return leaves["kv_b_proj"] or leaves["k_proj"]
 
 
 def _kinds(view: FamilyView) -> list[str]:

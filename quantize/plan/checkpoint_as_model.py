@@ -34,6 +34,7 @@ from .plan import Plan, make_plan
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 _FROM = "from:"
+_OF_THE_MODEL = ("model", "family", "source", "revision", "mtp_source", "requantize")
 _NO_GROUPS = ("kv_cache", "format")  # no donor has their tensors
 _PATH_STARTS = ("/", "./", "../", "~")
 _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
@@ -163,6 +164,8 @@ def changed_recipe(
         RecipeError: a group that the checkpoint lacks, or is named twice.
     """
     words = dict[str, str]()
+    if mtp is not None:
+        words["mtp"] = mtp
     places = dict[str, str]()
     known = (*raw["groups"], *TABLE_ROLES, "mtp", *_NO_GROUPS)
     for change in changes:
@@ -177,8 +180,7 @@ def changed_recipe(
         if of_kind is places and group in _NO_GROUPS:
             rule = f"{group} is a value, and no tensors that a donor has"
             raise RecipeError("--set", rule, got=change, cure=f"Write {group}=VALUE")
-        is_twice = of_kind is words and group == "mtp" and mtp is not None
-        if group in of_kind or is_twice:
+        if group in of_kind:
             raise RecipeError("--set", "names a group once", got=change, cure="Leave one out")
         of_kind[group] = word.removeprefix(_FROM)
     if scheme is not None:
@@ -197,8 +199,7 @@ def changed_recipe(
         donors[group] = {"source": donor.where, "revision": donor.revision}
         variant += f"-{group}-from-{model_name(donor.where)}"
     flat = {
-        **{key: raw[key] for key in ("model", "family", "source", "revision")},
-        **{key: raw[key] for key in ("mtp_source", "requantize") if key in raw},
+        **{key: raw[key] for key in _OF_THE_MODEL if key in raw},
         "variant": variant[:100],
         "default": True,
         "summary": "",
@@ -213,7 +214,7 @@ def changed_recipe(
     elif isinstance(dialect, Fp8):
         flat["format"] = "fp8"
     file = RecipeFile(path=Path(source.where), default="source", flat={"source": flat}, text=None)
-    mtp = words.pop("mtp", mtp)
+    mtp = words.pop("mtp", None)
     recipe, _ = choose(file, "source", mtp=mtp, changes=words, calibration=calibration)
     return recipe, source
 

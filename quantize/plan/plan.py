@@ -12,7 +12,7 @@ config.json must be there.
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -501,13 +501,13 @@ def _read_by_draft(source: Source, view: FamilyView) -> dict[HFName, Entry]:
     return entries
 
 
-def _without_origins(tensors: Iterable[TensorPlan]) -> list[TensorPlan]:
+def _without_origins(tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
     """Without an embedding that the block has a copy of, and without the target's head."""
-    kept = [tensor for tensor in tensors if tensor.part == "mtp" or tensor.role != "head"]
-    has_copy = any(tensor.part == "mtp" and tensor.role == "embedding" for tensor in kept)
-    if has_copy:
-        kept = [tensor for tensor in kept if tensor.part == "mtp" or tensor.role != "embedding"]
-    return kept
+    left = {"head"}
+    for tensor in tensors:
+        if tensor.part == "mtp" and tensor.role == "embedding":
+            left.add("embedding")
+    return [tensor for tensor in tensors if tensor.part == "mtp" or tensor.role not in left]
 
 
 def read_alone(source: Source, tensors: Iterable[TensorPlan]) -> Source:
