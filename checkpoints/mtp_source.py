@@ -103,9 +103,9 @@ def mtp_keys(ours: Raw, theirs: Raw, family: Family) -> Iterator[tuple[tuple[str
     """
     holders: list[tuple[tuple[str, ...], Raw, Raw]] = [((), ours, theirs)]
     inner = theirs.get("text_config")
-    if isinstance(inner, Mapping):
+    if inner is not None:
         own = ours.get("text_config")
-        if isinstance(own, Mapping):
+        if own is not None:
             holders.append((("text_config",), own, inner))
         else:
             holders.append(((), ours, inner))

@@ -27,7 +27,7 @@ from typing import Any
 from ..recipes.errors import CheckpointError, NoCheckpointError, counted
 from ..recipes.families import find_view
 from ..recipes.family import HFName
-from ..recipes.family_view import FamilyView
+from ..recipes.family_view import FamilyView, language_config
 from ..recipes.frozen import Json, Raw, frozen
 from ..recipes.model_file import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
@@ -95,7 +95,7 @@ class Source:
     @property
     def text_config(self) -> Raw:
         """What config.json says of the language model."""
-        return self.config.get("text_config") or self.config
+        return language_config(self.config)
 
 
 def donor_files(group: str) -> str:

@@ -7,7 +7,7 @@ Easy to get wrong: the record has only the folder's name, and that folder may ho
 by now. It is taken only if its files have the recorded sizes.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError, RecipeError
@@ -143,14 +143,12 @@ def release_of(checkpoint: Source, native: Collection[str]) -> str:
     path = small_file(checkpoint, RECORD)
     if path is not None:
         return read_record(path).source.name
-    config = checkpoint.config
-    said = config.get("quantization_config") or checkpoint.text_config.get("quantization_config")
+    key = "quantization_config"
+    said = checkpoint.config.get(key) or checkpoint.text_config.get(key) or {}
     # modelopt leaves a release's quant_method, and adds its own key.
-    if not isinstance(said, Mapping) or "quant_algo" in said:
-        said = {}
-    if said.get("quant_method") in native:
+    if said.get("quant_method") in native and "quant_algo" not in said:
         return ""
-    return str(config.get("_name_or_path") or "the release that it was made from")
+    return str(checkpoint.config.get("_name_or_path") or "the release that it was made from")
 
 
 def refuse_stranger(

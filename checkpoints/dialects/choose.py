@@ -112,7 +112,7 @@ def quantization_of(config: Raw) -> Raw | None:
         text_config.get("quantization_config"),
         config.get("compression_config"),
     )
-    return next((place for place in places if isinstance(place, Mapping)), None)
+    return next((place for place in places if place is not None), None)
 
 
 def attention_backends(config: Raw) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ from ...recipes.conventions import FP8_CACHE
 from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
 from ...recipes.family import HFName, Loader, Part, Role, VLLMName
-from ...recipes.family_view import FamilyView, Place, language_config, unknown_place
+from ...recipes.family_view import FamilyView, Place, unknown_place
 from ...recipes.forms import TRANSPOSED
 from ...recipes.runtimes.vllm import NEWEST, holds
 from ...recipes.tensor_parallel import Cut, Cuts, cut_of
@@ -142,15 +142,6 @@ class StoredView:
         return place.leaf
 
     @cached_property
-    def text_config(self) -> Raw:
-        """The part of config.json for the language model."""
-        inner = language_config(self.source.config)
-        # No family has looked at this config.json: it may hold anything under the key.
-        if isinstance(inner, Mapping):
-            return inner
-        return self.source.config
-
-    @cached_property
     def weights(self) -> Mapping[HFName, StoredWeight]:
         """Every weight that a loader following the index would see, by module on disk."""
         return self._grouped[0]
@@ -235,10 +226,10 @@ class StoredView:
         """Tensors whose names speak of an MTP block, or of a layer beyond those that config.json
         counts.
         """
-        count = self.text_config.get("num_hidden_layers")
+        count = self.source.text_config.get("num_hidden_layers")
         stem, held = self.decoder_layers
         later = tuple[str, ...]()
-        if isinstance(count, int):
+        if count is not None:
             # DeepSeek's way: the MTP layers continue the decoder layers.
             later = tuple(f"{stem}.{number}." for number in held if number >= count)
         names = (*self.source.entries, *self.source.unindexed)

@@ -124,7 +124,7 @@ def files_of(plan: Plan) -> dict[str, Json]:
     is_wanted_twice = plan.view.layout.draft_reads_text_config
     for name in ("text_config", "llm_config"):
         inner = config.get(name)
-        if isinstance(inner, dict) and (is_wanted_twice or "quantization_config" in inner):
+        if inner is not None and (is_wanted_twice or "quantization_config" in inner):
             config[name] = inner = dict(inner)
             inner.pop("quantization_config", None)
             if is_wanted_twice:

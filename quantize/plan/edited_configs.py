@@ -129,14 +129,14 @@ def say_tables(plan: "Plan", proposal: Proposal) -> None:
     holder = ()
     if "text_config" in plan.source.config:
         holder = ("text_config",)
+    dtypes = set[str]()
     for tensor in plan.tensors:
-        if not key or tensor.role != "table" or not _changes(plan, tensor):
-            continue
-        word = TABLE_WORDS.get(tensor.outputs[0].dtype)
-        if word:
-            proposal.set(CONFIG, (*holder, key), word, why)
-        else:
-            proposal.set(CONFIG, holder, without(proposal.value(CONFIG, holder), key), why)
+        if key and tensor.role == "table" and _changes(plan, tensor):
+            dtypes.add(tensor.outputs[0].dtype)
+    for dtype in dtypes & TABLE_WORDS.keys():
+        proposal.set(CONFIG, (*holder, key), TABLE_WORDS[dtype], why)
+    if dtypes and dtypes.isdisjoint(TABLE_WORDS):
+        proposal.set(CONFIG, holder, without(proposal.value(CONFIG, holder), key), why)
 
 
 def _say_twice(proposal: Proposal) -> None:

@@ -546,7 +546,7 @@ def ranks_get_whole_groups(runtime: RuntimeView, splits: Iterable[Split]) -> Obj
     """Each tensor-parallel rank gets whole heads, and whole groups or blocks of what is packed:
     F22, F40.
     """
-    config = runtime.text_config
+    config = runtime.source.text_config
     for split in splits:
         refused = why_not(config, runtime.cuts, split)
         if refused:
@@ -706,7 +706,7 @@ def _is_replaced(view: StoredView, module: Module, member: Member) -> bool:
     if row.role not in ("embedding", "head") or not built.startswith(("plain", "fp8")):
         return False
     parts = dict(member.weight.parts)
-    size = (view.text_config.get("vocab_size"), view.text_config.get("hidden_size"))
+    size = (view.source.text_config.get("vocab_size"), view.source.text_config.get("hidden_size"))
     if "weight" in parts and parts.pop("weight").shape != size:
         return False
     if view.loader.drops_scales and parts.keys() == {"weight_scale"}:

@@ -319,7 +319,7 @@ def ends_are_complete(runtime: RuntimeView) -> Objections:
 
 def counted_layers_are_there(view: StoredView) -> Objections:
     """The layers that config.json counts have tensors; without a family."""
-    count = view.text_config.get("num_hidden_layers")
+    count = view.source.text_config.get("num_hidden_layers")
     stem, held = view.decoder_layers
     if held and type(count) is int:
         for number in range(min(count, _MOST_LAYERS)):

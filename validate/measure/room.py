@@ -137,10 +137,9 @@ def _refuse_split(source: Source, split: Split) -> None:
 def _cut(source: Source) -> tuple[Raw, Cuts]:
     """What ranks share: the language model's config, and the weights that they cut."""
     try:
-        runtime = RuntimeView.of(source)
+        return source.text_config, RuntimeView.of(source).cuts
     except RecipeError:
         return source.text_config, {}
-    return runtime.text_config, runtime.cuts
 
 
 def least_gpus(sizes: Sequence[int], num_bytes: int, memory_bytes: int) -> int | None:
