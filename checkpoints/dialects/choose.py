@@ -92,8 +92,9 @@ def read_dialect(
     for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):
         listed = raw.get(key)
         if isinstance(listed, list | dict):
-            words = [word for word in listed if isinstance(word, str)]
-            entries += [ConfigEntry(key, word, (word,)) for word in words]
+            for word in listed:
+                if isinstance(word, str):
+                    entries.append(ConfigEntry(key, word, (word,)))
     return UnknownDialect(name=method or NO_METHOD, entries=tuple(entries))
 
 

@@ -125,15 +125,20 @@ class Fp8Given(_Given):
     moe_quant_algo: _Algorithm = ""
 
 
-class GptqGiven(_Given):
-    """`quant_method: gptq`; vLLM wants the first four."""
+class GptqModules(_Given):
+    """What one of GPTQ's `dynamic` says of the modules that it matches."""
 
     bits: _Bits | None = None
     group_size: _Group | None = None
     desc_act: bool | None = None
     sym: bool | None = None
+
+
+class GptqGiven(GptqModules):
+    """`quant_method: gptq`; vLLM wants the four of `GptqModules`."""
+
     lm_head: bool = False
-    dynamic: Raw = {}
+    dynamic: Mapping[str, GptqModules | None] = {}
     modules_in_block_to_quantize: tuple[str | _Names, ...] = ()
 
 

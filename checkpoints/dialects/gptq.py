@@ -11,7 +11,7 @@ quantization/utils/{gptq_utils,marlin_utils, quant_utils}.py, models/qwen3_5_mtp
 the real functions by tests/checkpoints/dialects/test_dialects.py and test_foreign_schemes.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...recipes.family import VLLMName
@@ -20,7 +20,7 @@ from ...recipes.renamer import Renamer
 from ...recipes.schemes import SCHEMES
 from ..stored import StoredWeight
 from .dialect import ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
-from .given import AwqGiven, GptqGiven, Raw, read_given
+from .given import AwqGiven, GptqGiven, GptqModules, Raw, read_given
 from .matching import (
     MARLIN_GROUPS,
     SHARDS_DIFFER,
@@ -41,11 +41,11 @@ class DynamicRule(NamedTuple):
 
     Attributes:
         expression: matches the start of a name.
-        changes: keys that are otherwise for these modules; None where they are left alone.
+        given: what holds for these modules; None where they are left alone.
     """
 
     expression: str
-    changes: Raw | None
+    given: GptqModules | None
 
 
 @frozen
@@ -53,15 +53,14 @@ class Gptq(Dialect):
     """`quant_method: gptq`.
 
     Attributes:
+        usual: what holds for all modules that `dynamic` does not match.
         dynamic: in their order.
         stored: modules that are quantized, by a part of their name; all if there are none.
         error: vLLM's exception as it reads the config; "" for none.
         excepts_draft: Qwen3.5's draft class builds its layers plain: an exception speaks of mtp.
     """
 
-    bits: int
-    group_size: int
-    is_symmetric: bool
+    usual: GptqModules
     has_quantized_head: bool
     dynamic: tuple[DynamicRule, ...]
     stored: Substrings
@@ -93,28 +92,25 @@ class Gptq(Dialect):
             if None in hits:
                 return raises(SHARDS_DIFFER.format(module), "", "shards")
         entry = ""
-        changes: Raw | None = {}
+        given: GptqModules | None = self.usual
         dynamic = self.dynamic
         if kind == "experts" and self.is_blind_to_experts:
             dynamic = ()
         for rule in dynamic:  # `get_dynamic_override`: the first that matches
             if matches_start(module, rule.expression):
-                entry, changes = rule
+                entry, given = rule
                 break
-        if changes is None:
+        if given is None:
             return plain(f"-:{entry}")
-        bits = _number(changes, "bits", self.bits)
-        is_symmetric = bool(changes.get("sym", self.is_symmetric))
-        if bits not in (4, 8) or not is_symmetric:
-            error = f"ValueError: Unsupported quantization config: bits={bits}, sym={is_symmetric}"
-            return raises(error, entry or "quantization_config")
-        size = _number(changes, "group_size", self.group_size)
-        return Resolution(gptq_built(bits, size), entry)
+        if given.bits not in (4, 8) or not given.sym:
+            error = f"ValueError: Unsupported quantization config: bits={given.bits}, "
+            return raises(f"{error}sym={given.sym}", entry or "quantization_config")
+        return Resolution(gptq_built(given.bits, given.group_size), entry)
 
     @property
     def is_blind_to_experts(self) -> bool:
         """Whether vLLM builds routed experts by MoeWNA16, which does not look at `dynamic`."""
-        return self.group_size not in MARLIN_GROUPS
+        return self.usual.group_size not in MARLIN_GROUPS
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whether its expression matches the name from the start."""
@@ -181,20 +177,18 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
     for key, value in given.dynamic.items():
         # `+:` changes bits and groups, and excepts nothing.
         expression = key.removeprefix("-:").removeprefix("+:")
-        changes: Raw | None = {}
-        if isinstance(value, Mapping):
-            changes = value
+        modules = None
         if key.startswith("-:"):
-            changes = None
             entries.append(ConfigEntry("dynamic", f"-:{expression}", (expression,)))
             excepts_draft |= "mtp" in key
-        dynamic.append(DynamicRule(expression, changes))
-    needed = ("bits", "group_size", "desc_act", "sym")
-    error = lacks({key: getattr(given, key) for key in needed})
-    for override in (DynamicRule("", {}), *dynamic):
-        changes = override.changes or {}
-        is_grouped = changes.get("group_size", given.group_size) != -1
-        if not error and changes.get("desc_act", given.desc_act) and is_grouped:
+        else:
+            changes = (value or GptqModules()).model_dump(exclude_none=True)
+            modules = given.model_copy(update=changes)
+        dynamic.append(DynamicRule(expression, modules))
+    error = lacks({key: getattr(given, key) for key in GptqModules.model_fields})
+    for _, modules in (("", given), *dynamic):
+        is_ordered = modules is not None and modules.desc_act and modules.group_size != -1
+        if is_ordered and not error:
             error = ACT_ORDER
     stored = list[str]()
     for item in given.modules_in_block_to_quantize:
@@ -203,9 +197,7 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
         else:
             stored += item
     return Gptq(
-        bits=given.bits or 0,
-        group_size=given.group_size or 0,
-        is_symmetric=bool(given.sym),
+        usual=given,
         has_quantized_head=given.lm_head,
         dynamic=tuple(dynamic),
         stored=Substrings(rename.name(word) for word in stored or integers),
@@ -247,7 +239,7 @@ def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
     )
 
 
-def gptq_built(bits: int, group_size: int) -> VLLMModule:
+def gptq_built(bits: int, group_size: int | None) -> VLLMModule:
     """What AutoGPTQLinearMethod and AutoGPTQMoEMethod register; zero points of symmetric weights
     are not used.
     """
@@ -280,14 +272,7 @@ def awq_built(group_size: int, *, has_zeros: bool) -> VLLMModule:
     return built._replace(optional=zeros)
 
 
-def _group(size: int) -> int | None:
-    if size > 0:
+def _group(size: int | None) -> int | None:
+    if size is None or size > 0:
         return size
     return None
-
-
-def _number(changes: Raw, key: str, default: int) -> int:
-    given = changes.get(key, default)
-    if isinstance(given, int):
-        return given
-    return default
