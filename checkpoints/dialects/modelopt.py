@@ -302,11 +302,13 @@ def _excluding(entries: Sequence[str], module: str) -> str | None:
     everything.
     """
     # So `model.layers.1` excludes layers 10 to 19 as well.
-    stripped = module.removeprefix("language_model.")
     for entry in entries:
-        if entry != module and (entry in module or entry in stripped):
+        if entry != module and entry in module:
             return entry
-    return next((entry for entry in entries if fnmatch(module, entry)), None)
+    for entry in entries:
+        if fnmatch(module, entry):
+            return entry
+    return None
 
 
 def _spellings(name: str) -> tuple[str, ...]:
@@ -335,10 +337,13 @@ def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> Json:
             another name.
     """
     fused = runtime_modules(modules)
-    schemes = {module.scheme for module in fused if module.scheme}
-    mixed = [module for module in fused if module.scheme in MIXED_FOR_EXPERTS]
-    is_mixed = len(schemes) > 1 or view.family.modelopt_by_module
-    is_mixed |= any(not module.members for module in mixed)
+    schemes = set[str]()
+    is_mixed = view.family.modelopt_by_module
+    for module in fused:
+        schemes.add(module.scheme)
+        is_mixed |= module.scheme in MIXED_FOR_EXPERTS and not module.members
+    schemes.discard("")
+    is_mixed |= len(schemes) > 1
     names = _Names(view)
     config: Json = {
         "quant_method": "modelopt",
@@ -453,11 +458,13 @@ class _Names:
         """Exactly the plain modules: an MTP block that is plain as a whole by glob, all others by
         name.
         """
-        quantized = [module.name for module in modules if module.scheme]
-        is_draft_plain = not any(name.startswith(self.draft_stems) for name in quantized)
-        covered = ()
-        if is_draft_plain:
-            covered = self.draft_stems
+        quantized = ""
+        covered = self.draft_stems
+        for module in modules:
+            if module.scheme:
+                quantized += f"{module.name} "
+                if module.name.startswith(covered):
+                    covered = ()
         entries = list[str]()
         # By whole names: a part of one would exclude more.
         for module in modules:
@@ -467,14 +474,10 @@ class _Names:
             entries.append(self.surviving(f"{stem}*"))
         for head in self.draft_heads:
             # A part of a name is enough to exclude a quantized one.
-            if not _is_part(head, quantized) and not head.startswith(covered):
+            if head not in quantized and not head.startswith(covered):
                 entries.append(self.surviving(head))
         for _, runtime, _ in self.view.layout.opaque:
             entries.append(f"{runtime}*")
-        if not _is_part("lm_head", quantized):
+        if "lm_head" not in quantized:
             entries.append("lm_head")
         return [*dict.fromkeys(entries)]
-
-
-def _is_part(word: str, names: Iterable[str]) -> bool:
-    return any(word in name for name in names)

@@ -201,10 +201,18 @@ class StoredView:
         """The matrices that can be judged: those that are packed, and plain ones in a place where
         others are packed.
         """
-        weights = self.weights.values()
-        packed = {_kind(weight) for weight in weights if weight.form != "plain"}
-        modules = [self._alone(weight) for weight in weights if _kind(weight) in packed]
-        return tuple(filter(None, modules))
+        packed = set[str]()
+        for weight in self.weights.values():
+            if weight.form != "plain":
+                packed.add(_kind(weight))
+        modules = list[Module]()
+        for weight in self.weights.values():
+            module = None
+            if _kind(weight) in packed:
+                module = self._alone(weight)
+            if module is not None:
+                modules.append(module)
+        return tuple(modules)
 
     @cached_property
     def layers(self) -> Mapping[str, Mapping[int, Set[str]]]:
@@ -396,8 +404,12 @@ class RuntimeView(StoredView):
         # The family's table is asked about the tensor that a module has in every form.
         names = {module: HFName(f"{module}.weight") for module in self._grouped[0]}
         names |= {entry.name: entry.name for entry in self.others}
-        places = {key: self.view.place(name) for key, name in names.items()}
-        return {key: place for key, place in places.items() if place is not None}
+        placed = dict[HFName, Place]()
+        for key, name in names.items():
+            place = self.view.place(name)
+            if place is not None:
+                placed[key] = place
+        return placed
 
     @property
     def is_draft_alone(self) -> bool:
@@ -569,15 +581,23 @@ class RuntimeView(StoredView):
     @cached_property
     def found(self) -> frozenset[int]:
         """MTP layers with at least one tensor in an indexed file."""
-        layers = {place.layer for place in self.placed.values() if place.part == "mtp"}
-        return frozenset(layer - self.view.first_mtp_index for layer in layers if layer is not None)
+        found = set[int]()
+        for place in self.placed.values():
+            if place.part == "mtp" and place.layer is not None:
+                found.add(place.layer - self.view.first_mtp_index)
+        return frozenset(found)
 
     @cached_property
     def mtp_names(self) -> frozenset[HFName]:
         """The tensors of the MTP block."""
         names = set[HFName]()
-        for key in [key for key, place in self.placed.items() if place.part == "mtp"]:
-            names.update(self.weights[key].names() if key in self.weights else [key])
+        for key, place in self.placed.items():
+            if place.part != "mtp":
+                continue
+            if key in self.weights:
+                names.update(self.weights[key].names())
+            else:
+                names.add(key)
         return frozenset(names)
 
     @cached_property
@@ -640,6 +660,7 @@ class RuntimeView(StoredView):
     def _fused(self) -> Mapping[str, list[str]]:
         """Last component of a fused module -> those of its parts: vLLM's packed_modules_mapping."""
         parts: dict[str, list[str]] = defaultdict(list)
+        fused = dict[str, list[str]]()
         for row in (*self.view.family.block, *self.view.family.mtp_block):
             # A projection of a module inside (`self_attn.indexer.index_qk_proj`) is fused, but no
             # part by name.
@@ -647,5 +668,7 @@ class RuntimeView(StoredView):
             is_inside = holder.startswith(f"{row.runtime.rpartition('.')[0]}.")
             if row.runtime and not is_inside and row.role not in KINDS:
                 parts[row.runtime].append(last)
-        fused = [(name, lasts) for name, lasts in parts.items() if len(lasts) > 1]
-        return {name.rpartition(".")[2]: lasts for name, lasts in fused}
+        for name, lasts in parts.items():
+            if len(lasts) > 1:
+                fused[name.rpartition(".")[2]] = lasts
+        return fused

@@ -141,7 +141,7 @@ class Plan:
     @cached_property
     def num_outputs(self) -> int:
         """Tensors to be written."""
-        return sum(len(tensor.outputs) for tensor in self.tensors)
+        return len(outputs_of(self.tensors))
 
     @cached_property
     def mtp(self) -> list[TensorPlan]:
@@ -174,8 +174,10 @@ class Plan:
     @cached_property
     def num_bytes_staying(self) -> int:
         """Bytes of the source's own tensors that keep their names and bytes."""
-        stay = filter(self.stays, self.tensors)
-        own = (each for each in stay if not origin_of(self.entries[each.inputs[0]]))
+        own = list[TensorPlan]()
+        for tensor in self.tensors:
+            if self.stays(tensor) and not origin_of(self.entries[tensor.inputs[0]]):
+                own.append(tensor)
         return self.num_bytes_read(own)
 
     @cached_property
