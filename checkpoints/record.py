@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer, model_validator
 
 from ..recipes.errors import CheckpointError, first_fault
-from ..recipes.frozen import Json, Raw
+from ..recipes.frozen import Json, Raw, without_none
 from ..recipes.schema import Name
 from .fact import Count
 from .json_file import read_object
@@ -98,11 +98,7 @@ class Record(_Part):
 
     def text(self) -> str:
         """The file's text. Equal values give equal bytes."""
-        written = self.model_dump()
-        for key in ("calibration", "donors"):
-            if written[key] is None:
-                del written[key]
-        return json.dumps(written, indent=2) + "\n"
+        return json.dumps(without_none(self.model_dump()), indent=2) + "\n"
 
 
 def is_draft_alone(path: Path | None) -> bool:

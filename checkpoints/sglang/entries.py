@@ -89,7 +89,12 @@ def added_names(view: FamilyView, known: Sequence[NamedModule]) -> tuple[BySchem
 
 def _modelopt(view: FamilyView, known: list[NamedModule], config: Json) -> tuple[Json, list[str]]:
     model = sglang_model(view.config)
-    quantized = [module for module in known if module.scheme]
+    quantized = list[NamedModule]()
+    has_head = False  # a quantized one
+    for module in known:
+        if module.scheme:
+            quantized.append(module)
+            has_head |= module.place.role == "head"
     asked = known
     # Under one NVFP4 algorithm most of its drafts are plain whatever the config says, and need no
     # entry but for the draft's head.
@@ -98,10 +103,13 @@ def _modelopt(view: FamilyView, known: list[NamedModule], config: Json) -> tuple
     names, obstacles = _asked(view, asked, container)
     ignore = config["ignore"]
     made = dict(config)
-    plain_names = [name for name, module, _ in names if not module.scheme]
-    if not any(module.place.role == "head" for module in quantized):
-        plain_names += filter(None, (model.head, model.draft_head))
-    plain_names = [name for name in plain_names if not is_excluded(name, ignore)]
+    wanted = [name for name, module, _ in names if not module.scheme]
+    if not has_head:
+        wanted += (model.head, model.draft_head)
+    plain_names = list[str]()
+    for name in wanted:
+        if name and not is_excluded(name, ignore):
+            plain_names.append(name)
     entries = [*dict.fromkeys(_as_entries(view, asked, plain_names))]
     obstacles += _harm_of(entries, quantized)
     made["ignore"] = [*ignore, *entries]

@@ -190,8 +190,10 @@ def _of_modelopt(
 def _fp8(raw: Raw, config: Raw) -> SglangReader:
     found = read_fp8(raw, config, Renamer())
     # Each entry counts with and without `model.` before it.
-    bare = [entry.removeprefix("model.") for entry in found.ignored]
-    ignored = (*bare, *(f"model.{entry}" for entry in bare))
+    ignored = list[str]()
+    for entry in found.ignored:
+        bare = entry.removeprefix("model.")
+        ignored += (bare, f"model.{bare}")
     found = replace(found, ignored=())
     if found.name != "fp8":
         found = replace(found, experts=UNKNOWN, keeps_mxfp4=())  # DeepSeek-V4's may be MXFP4
@@ -240,7 +242,10 @@ def _entry_below(entries: Iterable[str], name: str) -> str | None:
     nothing of layer 10.
     """
     dotted = f".{name.rstrip('.')}."
-    return next((entry for entry in entries if f".{entry.rstrip('.')}." in dotted), None)
+    for entry in entries:
+        if f".{entry.rstrip('.')}." in dotted:
+            return entry
+    return None
 
 
 def _excluding_entry(entries: Iterable[str], name: str) -> str | None:

@@ -135,13 +135,12 @@ class SglangBuild:
         if isinstance(draft, Quark):
             renames = entry_renames(self.view, "mtp", "quark")
             block = renames.name(f"model.layers.{self.view.num_layers}")
-            experts = [entry for entry in draft.exclude.written if "mlp.experts" in entry]
             # The whole block by its name, or its experts by theirs.
-            by = {
-                "block": draft.exclude.first(block) is not None,
-                "experts": any(entry.startswith("mtp.") for entry in experts),
-            }
-            if by.get(model.excluded_by):
+            is_named = model.excluded_by == "block" and draft.exclude.first(block) is not None
+            for entry in draft.exclude.written:
+                is_of_experts = entry.startswith("mtp.") and "mlp.experts" in entry
+                is_named |= is_of_experts and model.excluded_by == "experts"
+            if is_named:
                 return "the draft plain: exclude names it"
         if model.plain_where_disabled and model.plain_where_disabled in disabled:
             return f"the draft plain: disable_quant_module has {model.plain_where_disabled}"

@@ -77,6 +77,11 @@ class Shard:
     is_link: bool = False
 
     @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return total_bytes(self.outputs)
+
+    @property
     def entries(self) -> list[Entry]:
         """The headers of its tensors, as they will be; where their bytes start is left at 0."""
         return [
@@ -191,12 +196,12 @@ class Plan:
     @property
     def num_bytes_linked(self) -> int:
         """Bytes of the shards that are the source's."""
-        return total_bytes(chain(*[shard.outputs for shard in self.linked]))
+        return total_bytes(self.linked)
 
     @property
     def num_bytes_written(self) -> int:
         """Bytes of the other shards."""
-        return total_bytes(chain(*[shard.outputs for shard in self.written]))
+        return total_bytes(self.written)
 
     @cached_property
     def spelled(self) -> Mapping[HFName, Spelled]:
