@@ -70,9 +70,9 @@ class Companions:
             end.
     """
 
-    carried: tuple[str, ...] = ()
-    code: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    carried: tuple[str, ...]
+    code: tuple[str, ...]
+    left: tuple[str, ...]
 
 
 def companions_in(folder: Path) -> Companions:

@@ -68,7 +68,7 @@ class FileStamp(Fact):
     # The time of the inode's own change, which nobody sets: later where the file was written over,
     # and where it got a hard link more or less.
     ctime_ns: int
-    num_links: int = Field(default=1, repr=False)
+    num_links: int = Field(repr=False)
 
     def is_unwritten(self, now: "FileStamp") -> bool:
         """Whether nobody wrote to the file between the two states. Where links came or went, its

@@ -14,7 +14,7 @@ from .runtime_view import Module
 
 
 def entries_for(
-    dialect: Dialect, modules: Iterable[Module], quantized: Sequence[str], *, stem: str = ""
+    dialect: Dialect, modules: Iterable[Module], quantized: Sequence[str], *, stem: str
 ) -> list[str]:
     """Entries that reach these modules.
 

@@ -66,8 +66,8 @@ class Fp8(Dialect):
     ignored: tuple[str, ...]
     linear: VLLMModule
     experts: VLLMModule
-    keeps_mxfp4: tuple[str, ...] = ()
-    num_layers: int = 0
+    keeps_mxfp4: tuple[str, ...]
+    num_layers: int
 
     # Whole names.
     exceptions = Exceptions(("ignored_layers", "modules_to_not_convert"), may_be_on_disk=True)

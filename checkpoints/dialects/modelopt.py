@@ -81,9 +81,9 @@ class ModelOpt(Dialect):
     exclude: tuple[str, ...]
     quantized_layers: Mapping[str, str]
     group_size: int
-    block: int = 128
+    block: int
     name: str = "modelopt"
-    codecs: tuple[str, ...] = ()
+    codecs: tuple[str, ...]
     looks_above: bool = True
 
     # Whole names, parts of names and globs.

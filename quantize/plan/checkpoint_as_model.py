@@ -153,9 +153,9 @@ def changed_recipe(
     raw: Json,
     changes: Sequence[str],
     *,
-    scheme: str | None = None,
-    mtp: str | None = None,
-    calibration: str | None = None,
+    scheme: str | None,
+    mtp: str | None,
+    calibration: str | None,
 ) -> tuple[Recipe, Source]:
     """The recipe with which a checkpoint stays as it is, but for the groups that --set names; and
     the checkpoint, with those that are from donors.

@@ -118,7 +118,7 @@ def files_of(plan: Plan) -> dict[str, Json]:
     config = without(changed, "compression_config")
     if family.table_key:  # the quantization config cannot say it
         proposal = Proposal(replace(plan.source, config=config))
-        say_tables(plan, proposal)
+        say_tables(plan, proposal, plan.tensors)
         config = proposal.value(CONFIG, ())
     # Some drafts read it from the language model's part of config.json.
     is_wanted_twice = plan.view.layout.draft_reads_text_config

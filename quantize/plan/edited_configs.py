@@ -7,6 +7,7 @@ Easy to get wrong: an entry that takes a module away, or gives it back, may reac
 vLLM builds of all others is compared.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ def edited_configs(plan: "Plan") -> Proposal:
         if not is_same:
             raise _unsaid(plan, after, module, schemes.get(module.members[0].weight.module))
     _say_cache(plan, proposal, before)
-    say_tables(plan, proposal)
+    say_tables(plan, proposal, [tensor for tensor in plan.tensors if _changes(plan, tensor)])
     if proposal.edits and isinstance(before.dialect, ModelOpt):
         other_file_agrees(proposal)
     _say_twice(proposal)
@@ -122,7 +123,7 @@ def _say_cache(plan: "Plan", proposal: Proposal, view: RuntimeView) -> None:
         proposal.set_quantization(("kv_cache_quant_algo",), "FP8", why)
 
 
-def say_tables(plan: "Plan", proposal: Proposal) -> None:
+def say_tables(plan: "Plan", proposal: Proposal, tensors: Iterable[TensorPlan]) -> None:
     """The dtype of an n-gram table, which the model's own config says."""
     key = plan.view.family.table_key
     why = "the table is stored so"
@@ -130,8 +131,8 @@ def say_tables(plan: "Plan", proposal: Proposal) -> None:
     if "text_config" in plan.source.config:
         holder = ("text_config",)
     dtypes = set[str]()
-    for tensor in plan.tensors:
-        if key and tensor.role == "table" and _changes(plan, tensor):
+    for tensor in tensors:
+        if key and tensor.role == "table":
             dtypes.add(tensor.outputs[0].dtype)
     for dtype in dtypes & TABLE_WORDS.keys():
         proposal.set(CONFIG, (*holder, key), TABLE_WORDS[dtype], why)
