@@ -59,10 +59,13 @@ def kv_bytes(view: FamilyView, *, tp: int = 1, width: int = 2) -> tuple[int, int
 
 def _kinds(view: FamilyView) -> list[str]:
     """What each layer has: full, sliding or linear attention, or none."""
-    named = next(filter(None, map(view.text_config.get, _KEYS)), "0" * view.num_layers)
-    kinds = [_KINDS.get(str(kind), "full") for kind in named[: view.num_layers]]
+    named = "0" * view.num_layers
+    for key in reversed(_KEYS):  # the first that says something
+        named = view.text_config.get(key) or named
     every = view.number("full_attention_interval") or 1
-    for index in range(len(kinds)):
+    kinds = list[str]()
+    for index, kind in enumerate(named[: view.num_layers]):
+        kinds.append(_KINDS.get(str(kind), "full"))
         if index in view.linear_layers or (index + 1) % every:
             kinds[index] = "linear"
     return kinds

@@ -22,7 +22,8 @@ from ...recipes.frozen import frozen
 from ..plan.plan import Plan
 from ..plan.tensor_plan import TensorPlan
 
-BF16, F32 = 2, 4
+BF16 = 2
+F32 = 4
 # Python with torch, transformers and llm-compressor, before a tensor is read.
 PROCESS_BYTES = 1_200_000_000
 # What CUDA and its libraries take of a GPU before a tensor is there.
