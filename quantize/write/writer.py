@@ -48,8 +48,7 @@ from ..run.statistics import Statistics, refuse_statistics
 from .output import finish
 
 _log = logging.getLogger(__name__)
-_COPY_BYTES = 32 * 2**20
-_BLOCK_BYTES = 2**20
+_COPY_BYTES = 8 * 2**20
 _WEIGHTS = tuple(f".{leaf}" for leaf in WEIGHT_LEAVES)
 _FREE_IT = "Free the device of other processes, or pack fewer weights at a time with --threads 1"
 _ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
@@ -206,7 +205,7 @@ class _Job:
                 sums[output.name] = hashlib.sha256()
                 left = output.num_bytes
                 while left and not self.stop.is_set():
-                    block = file.read(min(_BLOCK_BYTES, left))
+                    block = file.read(min(_COPY_BYTES, left))
                     if not block:
                         return "too short"
                     sums[output.name].update(block)

@@ -244,9 +244,10 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
             if bits.values is None and largest > 0 and lowest < highest:
                 count += chunk.numel()
                 continue
-            low, high = torch.aminmax(chunk)
-            lowest = min(lowest, int(low))
-            highest = max(highest, int(high))
+            if not lowest < 0 <= highest:  # both signs say all that is asked of the two
+                low, high = torch.aminmax(chunk)
+                lowest = min(lowest, int(low))
+                highest = max(highest, int(high))
             magnitude = chunk & bits.magnitude
             top = int(magnitude.max())
             if bits.not_finite and top >= bits.not_finite:

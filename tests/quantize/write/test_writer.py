@@ -3,6 +3,7 @@ leaves behind.
 """
 
 import keepmtp.checkpoints.values as values_module
+import keepmtp.quantize.pack.unit as unit_module
 import pytest
 import torch
 from calibrated import made_up, planned, saved
@@ -84,7 +85,8 @@ def test_slices_of_a_large_matrix_are_the_rows_of_the_whole(scheme, format, tmp_
     plan = make_plan(Recipe.model_validate(recipe), plan.source)
     given = saved(tmp_path / "statistics", made_up(plan))
     written(plan, tmp_path / "whole", statistics=given)
-    monkeypatch.setattr(values_module, "_CHUNK_GPU", 1)
+    monkeypatch.setattr(values_module, "_CHUNK_CPU", 1)
+    monkeypatch.setattr(unit_module, "_ROWS", 128)
     (unit,) = [
         unit for unit in plan.units if unit[0].name.endswith("layers.0.mlp.down_proj.weight")
     ]
