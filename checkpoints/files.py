@@ -312,11 +312,13 @@ def link(old: Path, new: Path) -> None:
 
 
 def note_on_links(folder: Path, names: Iterable[str]) -> str:
-    """What whoever edits these files must know, if one of them has a second name; else ""."""
+    """What whoever edits unchanged files must know of second names; "" for no file."""
+    note = ""
     for name in names:
         if os.stat(folder / name).st_nlink > 1:
             return "Unchanged files are hard links: an edit of one in place edits the source's too"
-    return ""
+        note = "Unchanged files are copies: OUT's disk can have no links to the source's"
+    return note
 
 
 def can_link(folder: Path, out: Path) -> bool:

@@ -18,7 +18,12 @@ from ..checkpoints.dialects.fp8 import Fp8
 from ..checkpoints.dialects.layouts import refitted
 from ..checkpoints.dialects.modelopt import ModelOpt
 from ..checkpoints.dialects.runtime_view import RuntimeView
-from ..checkpoints.dialects.said import other_file_agrees, say_what_is_stored, would_fit
+from ..checkpoints.dialects.said import (
+    other_file_agrees,
+    say_at_top_level,
+    say_what_is_stored,
+    would_fit,
+)
 from ..checkpoints.proposal import CONFIG, JSONPath, Proposal
 from ..recipes.errors import counted
 from ..recipes.family import HFName
@@ -182,10 +187,7 @@ def modelopt_fields_are_there(faulty: Faulty) -> None:
         return
     places = {finding.where for finding in faulty.findings if finding.rule == "algorithm"}
     if any(place.endswith(": quantization.quant_algo") for place in places):
-        value = {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules") or []}
-        value.pop("exclude_modules", None)
-        why = f"vLLM takes {inner.get('quant_algo')} only at the top level of quantization_config"
-        proposal.set(CONFIG, proposal.config_place or ("quantization_config",), value, why)
+        say_at_top_level(proposal)
         return
     known: Json = {"kv_cache_quant_algo": None, "exclude_modules": []}
     for weight in faulty.runtime.weights.values():

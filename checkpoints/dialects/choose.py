@@ -119,7 +119,9 @@ def quantization_of(config: Raw) -> Raw | None:
 def attention_backends(config: Raw) -> Mapping[str, str]:
     """The family's `attention_backends` for a checkpoint that is not in the release's own form."""
     family = family_of(config)
-    if family is None or method_of(quantization_of(config) or {}) in ("fp8", family.fp8_class):
+    raw = quantization_of(config) or {}
+    is_own = not (raw.get("ignored_layers") or raw.get("modules_to_not_convert"))
+    if family is None or (is_own and method_of(raw) in ("fp8", family.fp8_class)):
         return {}
     return family.attention_backends
 

@@ -83,14 +83,6 @@ class Gptq(Dialect):
             return raises(self.error)
         if kind == "head" and not self.has_quantized_head:
             return plain()
-        # A linear module is quantized if the name of one with integers on disk is a part of its
-        # own. Experts are quantized unless `dynamic` excepts them.
-        if kind != "experts" and self.stored:
-            hits = [self.stored.within(name) for name in shards or (module,)]
-            if hits.count(None) == len(hits):
-                return plain()
-            if None in hits:
-                return raises(SHARDS_DIFFER.format(module), "", "shards")
         entry = ""
         given: GptqModules | None = self.usual
         dynamic = self.dynamic
@@ -100,6 +92,14 @@ class Gptq(Dialect):
             if matches_start(module, rule.expression):
                 entry, given = rule
                 break
+        # A linear module is quantized if the name of one with integers on disk is a part of its
+        # own. Experts are quantized unless `dynamic` excepts them.
+        if kind != "experts" and self.stored:
+            hits = [self.stored.within(name) for name in shards or (module,)]
+            if hits.count(None) == len(hits):
+                return plain(f"-:{entry}" if given is None else "")  # older vLLM reads no headers
+            if None in hits:
+                return raises(SHARDS_DIFFER.format(module), "", "shards")
         if given is None:
             return plain(f"-:{entry}")
         if given.bits not in (4, 8) or not given.sym:

@@ -172,7 +172,7 @@ def _with_inputs(
         case "fp8_e4m3", "per_tensor", False if takes_fp8:
             return registers("fp8_tensor", *leaves)
         case "fp8_e4m3", "per_channel", False if takes_fp8:
-            return registers("fp8_channel", *leaves)
+            return registers("fp8_channel", *leaves, scale_ndim=1)
         case "fp8_e4m3", "per_block", False if takes_fp8:
             are_symmetric = weight.symmetric and inputs.symmetric
             are_blocks = weight.block_size == (128, 128) and inputs.group_size == 128

@@ -18,11 +18,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ...recipes.family import HFName, Part
+from ...recipes.conventions import FP8_CACHE
+from ...recipes.family import HFName, Part, VLLMName
 from ...recipes.frozen import Json, without
 from ...recipes.schemes import SCHEMES
 from ..companions import HF_QUANT_CONFIG
-from ..proposal import Proposal
+from ..proposal import CONFIG, Proposal
 from .choose import read_dialect
 from .compressed_tensors import CompressedTensors
 from .dialect import UNKNOWN, Dialect, Exceptions, Refusal, Resolution, entry_for
@@ -195,9 +196,12 @@ def _without_harm(
     """The entries without those by which vLLM builds a stored-quantized module plain or fails."""
     kept = list(written)
     for module in modules:
-        if _is_taken(module):
+        names = [module.name, *module.shards]
+        is_head = module.kind == "head" and _is_packed(module)
+        if is_head:  # the draft builds one, too, under its own name
+            names.append(VLLMName(runtime.view.layout.draft_head or module.name))
+        if is_head or _is_taken(module):
             dialect = runtime.dialect_of(module.part)
-            names = (module.name, *module.shards)
             kept = [entry for entry in kept if not reach(dialect, [entry], names)]
     return kept
 
@@ -339,8 +343,8 @@ def _with_targets(
 def _more_lines(
     runtime: RuntimeView, proposal: Proposal, modules: Sequence[Module], schemes: Schemes | None
 ) -> None:
-    """Lines of modelopt's quantized_layers, new or with the algorithm that is stored, by the first
-    name that vLLM takes. Where one algorithm was enough, each quantized module gets a line.
+    """Lines of modelopt's quantized_layers; where one algorithm was enough, for each quantized
+    module.
     """
     now = proposal.quantization("quantized_layers")
     lost = _lost(runtime, modules)
@@ -356,6 +360,19 @@ def _more_lines(
         why = f"quantized on disk, and not in quantized_layers: {_some(lines)}"
         proposal.set_quantization(("quantized_layers",), now | lines, why)
         proposal.set_quantization(("quant_algo",), MIXED, why)
+        say_at_top_level(proposal)
+
+
+def say_at_top_level(proposal: Proposal) -> None:
+    """What is below `quantization` in config.json's own form, of which vLLM takes any algorithm."""
+    if proposal.quantization_at[1][-1] != "quantization":
+        return
+    value: Json = {"quant_method": "modelopt", **proposal.quantization()}
+    value["ignore"] = value.pop("exclude_modules", [])
+    if value.pop("kv_cache_quant_algo", "") == "FP8":
+        value["kv_cache_scheme"] = dict(FP8_CACHE)
+    why = "vLLM takes this quant_algo only at the top level of quantization_config"
+    proposal.set(CONFIG, proposal.config_place or ("quantization_config",), value, why)
 
 
 def _lines_of(module: Module, dialect: ModelOpt) -> dict[str, Json]:

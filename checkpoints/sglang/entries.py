@@ -42,7 +42,7 @@ def with_entries(
     """
     model = sglang_model(view.config)
     known = [module for module in modules if module.place.is_known]
-    method = config["quant_method"]
+    method = config.get("quant_method")  # which hf_quant_config.json lacks
     if stays and (method not in FORMATS or model.own_config):
         return config, ("of this config it is not known before it is written: see `keepmtp check`",)
     if method == "fp8":

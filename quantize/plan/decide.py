@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
-from ...checkpoints.dialects.choose import UNQUANTIZED
+from ...checkpoints.dialects.choose import UNQUANTIZED, method_of, quantization_of
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.runtime_view import RuntimeView, described
 from ...checkpoints.source import Entry, Source, donor_files, origin_of, view_of
@@ -151,7 +151,8 @@ class Decisions:
         """A weight with its scales; one that batches run through, or of a donor, must be read."""
         if weight.form != "plain":
             reason = "as in the source"
-        if self.recipe.uses_batches() or origin_of(weight.weight):
+        is_read = self.recipe.uses_batches() or origin_of(weight.weight)
+        if is_read and not place.row.table_scale:
             self._refuse_unreadable(weight, place)
         kept = tuple(map(same_output, weight.parts.values()))
         return _planned(weight, place, "keep", reason, kept, weight.scheme)
@@ -312,7 +313,7 @@ class Decisions:
     # --- what can be done -------------------------------------------------------------------------
 
     def _keeps_dialect(self, entry: Entry) -> bool:
-        return keeps_dialect(self.recipe, self.origins, entry)
+        return keeps_dialect(self.recipe, self.source, self.origins, entry)
 
     def _source_of(self, entry: Entry) -> Source:
         """The checkpoint that a tensor is read from."""
@@ -499,12 +500,16 @@ def served_at(origins: Origins, entry: Entry) -> RuntimeView | None:
     return origins.get(origin_of(entry))
 
 
-def keeps_dialect(recipe: Recipe, origins: Origins, entry: Entry) -> bool:
-    """Whether a finished checkpoint's tensor is written in its own dialect."""
-    if recipe.keeps_config and not origin_of(entry):
+def keeps_dialect(recipe: Recipe, source: Source, origins: Origins, entry: Entry) -> bool:
+    """Whether a tensor is spelled in the output as in the checkpoint that it is from."""
+    origin = origin_of(entry)
+    served = origins.get(origin)
+    if served is not None and served.dialect.name == recipe.format:
         return True
-    served = served_at(origins, entry)
-    return served is not None and served.dialect.name == recipe.format
+    if not origin or not recipe.keeps_config:
+        return recipe.keeps_config
+    ours, theirs = (quantization_of(each.config) or {} for each in (source, source.others[origin]))
+    return method_of(ours) == method_of(theirs)
 
 
 def origins_of(source: Source, view: FamilyView) -> Origins:

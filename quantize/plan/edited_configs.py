@@ -57,14 +57,20 @@ def edited_configs(plan: "Plan") -> Proposal:
             break
         config = proposal.value(CONFIG, ())
         after = RuntimeView(replace(written, config=config, changed=proposal.files()), plan.view)
+        for module, was in zip(after.modules, before.modules, strict=True):
+            if module.is_plain and was.resolution.built != module.resolution.built:
+                schemes.setdefault(module.members[0].weight.module, "")  # its entry went
     asked = {module.name for module in asked_about(after, schemes)}
+    unsaid = dict[str, Module]()  # of each new form, "" for plain, one
     for module, was in zip(after.modules, before.modules, strict=True):
         answer = module.resolution
         is_same = answer._replace(entry="") == was.resolution._replace(entry="")
         if module.name in asked:
             is_same = is_said(after, module, schemes)
         if not is_same:
-            raise _unsaid(plan, after, module, schemes.get(module.members[0].weight.module))
+            unsaid.setdefault(schemes.get(module.members[0].weight.module, ""), module)
+    if unsaid:
+        raise _unsaid(plan, after, *max(unsaid.items()))
     _say_cache(plan, proposal, before)
     say_tables(plan, proposal, [tensor for tensor in plan.tensors if _changes(plan, tensor)])
     if proposal.edits and isinstance(before.dialect, ModelOpt):
@@ -93,7 +99,7 @@ def _changes(plan: "Plan", tensor: TensorPlan) -> bool:
     return not plan.stays(tensor)
 
 
-def _unsaid(plan: "Plan", view: RuntimeView, module: Module, scheme: str | None) -> RecipeError:
+def _unsaid(plan: "Plan", view: RuntimeView, scheme: str, module: Module) -> RecipeError:
     form = scheme or module.members[0].weight.form
     cure = "Choose another form"
     if not isinstance(view.dialect, CompressedTensors):
@@ -117,10 +123,10 @@ def _say_cache(plan: "Plan", proposal: Proposal, view: RuntimeView) -> None:
             cure="Leave kv_cache out, or add --set format=compressed-tensors",
         )
     why = "the scales of the cache are in the files"
-    if view.given.nested is None:
-        proposal.set_quantization(("kv_cache_scheme",), dict(FP8_CACHE), why)
-    else:
+    if proposal.quantization_at[1][-1] == "quantization":
         proposal.set_quantization(("kv_cache_quant_algo",), "FP8", why)
+    else:
+        proposal.set_quantization(("kv_cache_scheme",), dict(FP8_CACHE), why)
 
 
 def say_tables(plan: "Plan", proposal: Proposal, tensors: Iterable[TensorPlan]) -> None:

@@ -219,7 +219,7 @@ class Plan:
             if tensor.fate == "keep":
                 entry = self.entries[tensor.inputs[0]]
                 served = served_at(self.origins, entry)
-                if keeps_dialect(self.recipe, self.origins, entry):
+                if keeps_dialect(self.recipe, self.source, self.origins, entry):
                     continue  # its outputs are the source's tensors
             if tensor.name.endswith(CACHE_LEAVES):
                 for output in tensor.outputs:

@@ -1,6 +1,4 @@
-"""What fix writes for a block of the release into a quantization config: for every family, and in every dialect as vLLM
-itself matches it.
-"""
+"""What fix writes for a block of the release into a quantization config: for every family, and as vLLM loads it."""
 
 import json
 import re
@@ -9,20 +7,15 @@ from typing import Any
 
 import pytest
 import releases
-import yaml
 from checkpoint_files import Checkpoint, write
-from commands import captured
 from foreign_form import in_hf_quant_config, modelopt
 from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
-from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cure.fix import Outcome, proposed
 from keepmtp.cure.fix import write as write_fixed
-from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.facts.vllm_env import find_vllm
-from real_vllm import VLLM_PYTHON
 from written_values import without_block
 
 # A draft with a checkpoint of its own has no block to lose.
@@ -118,71 +111,6 @@ def test_native_fp8_takes_the_releases_own_bytes(tmp_path):
     lost = write(tmp_path / "lost", without_block(qwen_fp8()))
     made = proposed(str(lost), release=open_source(release))
     assert errors(made) == [] and made.proposal.edits == [], "config.json says it already"
-
-
-# --- dialects that only vLLM can judge ------------------------------------------------------------
-
-QUANTIZED = yaml.safe_load("""
-gptq: {quant_method: gptq, bits: 4, group_size: 128, desc_act: false, sym: true, lm_head: false,
-  dynamic: {"+:.*": {bits: 4}}}
-awq: {quant_method: awq, bits: 4, group_size: 128, zero_point: true, modules_to_not_convert: [lm_head]}
-auto-round: {quant_method: auto-round, bits: 4, group_size: 128, sym: true,
-  packing_format: "auto_round:auto_gptq", extra_config: {lm_head: {bits: 16}}}
-quark: {quant_method: quark, exclude: [lm_head], export: {}, global_quant_config: {}, layer_quant_config: {}}
-""")
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-PEER = r"""
-import json, sys
-from types import SimpleNamespace
-from vllm.model_executor.layers.quantization.inc.config_parser import *
-from vllm.model_executor.layers.quantization.inc.inc import INCConfig
-from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
-from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
-from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
-
-def plain(raw, module, packed):
-    method = raw["quant_method"]
-    if method == "gptq":
-        return get_dynamic_override(SimpleNamespace(dynamic=raw["dynamic"]), module) is False
-    if method == "awq":
-        return is_layer_skipped(module, raw["modules_to_not_convert"], packed, match_mode="substring")
-    if method == "quark":
-        return should_ignore_layer(module, raw["exclude"], packed, check_children=module.endswith("experts"))
-    config = INCConfig.from_config(raw)
-    config.packed_modules_mapping = packed
-    return config.get_layer_config(object(), module)[0] >= 16
-
-asked = json.load(sys.stdin)
-print(json.dumps([[plain(raw, module, packed) for module in modules] for raw, modules, packed in asked]))
-"""
-
-
-@pytest.mark.full
-@pytest.mark.vllm
-def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp_path):
-    """vllm #36954, #48816, #49187, auto-round #1755: vLLM's own matching, on every module of both
-    parts.
-    """
-    questions, wanted = [], []
-    for model in ("glm-4.7", "qwen3.5-27b", "qwen3.5-397b"):
-        for method, raw in QUANTIZED.items():
-            checkpoint = ours(model, "W4A16")
-            checkpoint.config["quantization_config"] = raw
-            made = grafted(tmp_path / f"{model}-{method}", model, checkpoint)
-            new = json.loads(made.proposal.files()["config.json"])["quantization_config"]
-            view = RuntimeView(source=made.proposal.source, view=made.block.plan.view)
-            is_plain = {
-                module.name: True
-                for module in modules_of(made.block.plan)
-                if not module.name.endswith("embed_tokens")
-            }
-            for module in view.modules:
-                if module.part == "backbone" and module.members[0].weight.form != "plain":
-                    is_plain[module.name] = False
-            questions.append([new, [*is_plain], FUSED])
-            wanted.append([*is_plain.values()])
-    done = captured([VLLM_PYTHON, "-c", PEER], input=json.dumps(questions), status=0)
-    assert json.loads(done.stdout.splitlines()[-1]) == wanted
 
 
 # --- vLLM loads the result ------------------------------------------------------------------------

@@ -203,6 +203,7 @@ def test_a_disk_without_links_gets_copies(old, tmp_path, monkeypatch):
     written = made(changed(old), tmp_path / "out")
     assert written.kept == ("modeling_x.py", "more/notes.txt", "mtp.safetensors")
     assert (old / "mtp.safetensors").stat().st_nlink == 1
+    assert "Unchanged files are copies" in written.sentence
     assert "hard links" not in written.sentence
     assert (tmp_path / "out" / "mtp.safetensors").read_bytes() == (
         old / "mtp.safetensors"

@@ -26,7 +26,6 @@ from keepmtp.recipes.renamer import renamer
 from layouts import Tensors
 
 Packing = Literal["gptq", "awq"]
-GROUP = 128
 SAID = table("helpers/foreign_form")
 """What each tool says of the backbone."""
 
@@ -36,17 +35,18 @@ def packed(
     packing: Packing,
     model: str = "glm-4.7",
     mtp: str = "bf16",
+    group_size: int = 128,
     **entries: Any,
 ) -> Checkpoint:
-    """The backbone in 4 bits, the MTP block plain or `W4A16` as well."""
+    """The backbone in 4 bits, the MTP block plain or `W4A16` as well; a group of -1 is a row."""
     checkpoint = ours(model, "W4A16", mtp)
     for name, (_, (rows, words)) in checkpoint.take(r".*\.weight_packed").items():
         stem = name.removesuffix(".weight_packed")
         for leaf in ("weight_scale", "weight_shape"):
             del checkpoint.tensors[f"{stem}.{leaf}"]
-        for leaf, spec in leaves_of(rows, words * 8, packing).items():
+        for leaf, spec in leaves_of(rows, words * 8, packing, group_size).items():
             checkpoint.tensors[f"{stem}.{leaf}"] = spec
-    return told(checkpoint, said | entries)
+    return told(checkpoint, said | entries | {"group_size": group_size})
 
 
 def told(checkpoint: Checkpoint, said: dict[str, Any]) -> Checkpoint:
@@ -108,8 +108,8 @@ def w4afp8() -> Checkpoint:
     return checkpoint
 
 
-def leaves_of(rows: int, columns: int, packing: Packing) -> Tensors:
-    groups = columns // GROUP
+def leaves_of(rows: int, columns: int, packing: Packing, group_size: int = 128) -> Tensors:
+    groups = max(1, columns // group_size)
     leaves = {
         "qweight": ("I32", (columns, rows // 8)),
         "scales": ("F16", (groups, rows)),
@@ -154,9 +154,9 @@ def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Che
     return checkpoint
 
 
-def mxfp8_block() -> Checkpoint:
+def mxfp8_block(model: str = "glm-4.7") -> Checkpoint:
     """NVFP4, with the MTP block in MXFP8: FP8, and a power of two for 32 inputs."""
-    checkpoint = modelopt("glm-4.7", mtp="FP8")
+    checkpoint = modelopt(model, mtp="FP8")
     for row in checkpoint.quantization["quantized_layers"].values():
         if row["quant_algo"] == "FP8":
             row["quant_algo"] = "MXFP8"

@@ -187,8 +187,10 @@ def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
     return checkpoint
 
 
-def integers(model: str, *, columns: int | None, has_zeros: bool = False) -> Checkpoint:
-    """4 bits in groups of so many columns, which no scheme has, or with a scale a row, under
+def integers(
+    model: str, *, columns: int | None, has_zeros: bool = False, bits: int = 4
+) -> Checkpoint:
+    """Integers in groups of so many columns, which no scheme has, or with a scale a row, under
     llm-compressor's config.
     """
     checkpoint = llmcompressor(model, "W4A16")
@@ -197,10 +199,11 @@ def integers(model: str, *, columns: int | None, has_zeros: bool = False) -> Che
             rows, words = checkpoint.tensors[name][1]
             stem = name.removesuffix("_packed")
             groups = words * 8 // (columns or words * 8)
+            checkpoint.tensors[name] = ("I32", (rows, words * bits // 4))
             checkpoint.tensors[f"{stem}_scale"] = ("BF16", (rows, groups))
             if has_zeros:
-                checkpoint.tensors[f"{stem}_zero_point"] = ("I32", (rows // 8, groups))
-    given = {"group_size": columns, "symmetric": not has_zeros}
+                checkpoint.tensors[f"{stem}_zero_point"] = ("I32", (rows * bits // 32, groups))
+    given = {"group_size": columns, "symmetric": not has_zeros, "num_bits": bits}
     if columns is None:
         given["strategy"] = "channel"
     checkpoint.quantization["config_groups"]["group_0"]["weights"] |= given
@@ -217,11 +220,11 @@ def flash_of_three_schemes() -> Checkpoint:
     return checkpoint
 
 
-def nvfp4_experts() -> Checkpoint:
+def nvfp4_experts(model: str = "dsv4-pro") -> Checkpoint:
     """DeepSeek-V4-Pro as published: native FP8 config, NVFP4 experts, MTP passed through as
     MXFP4.
     """
-    checkpoint = released("dsv4-pro")
+    checkpoint = released(model)
     for name in [*checkpoint.tensors]:
         if re.match(r"layers\.\d+\.ffn\.experts\.", name):
             n, k = checkpoint.tensors[name][1]

@@ -415,6 +415,14 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Objections:
                 f"Exclude {name}: vLLM's name, not the one on disk",
                 "draft head",
             )
+        is_filled = name == view.layout.draft_head and not runtime.loader.fills_head
+        if is_filled and form == "plain" and not is_plain:
+            yield objection(
+                "draft-head",
+                name,
+                "vLLM builds the draft's head plain, and the stored one is packed: it raises",
+                f"Let no exception reach {name}, and a target reach it",
+            )
 
 
 def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Objections:

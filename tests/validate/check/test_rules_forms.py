@@ -866,6 +866,13 @@ def test_vectors_are_plain(case, tmp_path):
         ignoring("language_model.lm_head", without="lm_head"),
         where="lm_head",
     ),
+    case(
+        "head of a Qwen3.5 draft plain",
+        partial(with_packed, "qwen3.5-27b", "head", "FP8_DYNAMIC"),
+        ignoring("lm_head"),
+        where="lm_head",
+        says="it raises",
+    ),
 )
 def test_draft_head_is_excluded(case, tmp_path):
     assert_found(case, tmp_path)
