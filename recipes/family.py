@@ -113,7 +113,7 @@ class Row:
     stacked: tuple[str, ...] = ()
     takes_tensor_scale: bool = True
     in_every_layer: bool = True
-    where: Raw = field(default_factory=dict)
+    where: Raw = field(default_factory=dict, hash=False)
     unit: str = ""
     interleaved: Interleaved | None = None
     table_scale: str = ""

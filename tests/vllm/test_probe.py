@@ -15,11 +15,12 @@ from keepmtp.recipes.conventions import FP8_CACHE
 from keepmtp.validate.facts.probed import worse
 from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Served
+from keepmtp.validate.facts.settle import CHANCE
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure import lossless
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import AcceptanceStation, Check, ServeCheck
-from keepmtp.validate.report.gates import CHANCE, judge
+from keepmtp.validate.report.gates import judge
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, NO_AVX512, UNIPROC, measure
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer

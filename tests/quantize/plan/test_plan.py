@@ -287,7 +287,7 @@ def test_what_a_tool_has_rounded_is_rounded_again_only_where_that_is_asked_for(t
     assert caught.value.cure.startswith("Quantize org/release, or add --requantize")
     assert fate(requantize=True) == "quantize"
     assert fate(scheme="bf16") == "dequantize" and fate(scheme="FP8_DYNAMIC") == "keep"
-    native = {"quant_method": "fp8"}
+    native = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     assert fate(config={"quantization_config": native}) == "quantize"
     # modelopt leaves the release's word, and adds its own.
     with pytest.raises(RecipeError, match="a weight is rounded once"):

@@ -124,7 +124,8 @@ def test_nan_in_a_weight_names_it(tmp_path):
 def test_text_config_loses_its_own_quantization_config(tmp_path):
     """A nested quantization_config would win over ours in some loaders."""
     config, tensors = source_layout("qwen3.5-397b")
-    config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    native = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    config["text_config"]["quantization_config"] = native
     recipe, _ = find_recipe("qwen3.5-397b", scheme="W4A16", mtp="bf16")
     plan = make_plan(recipe, open_source(write_checkpoint(tmp_path, config, tensors)))
     assert "quantization_config" not in files_of(plan)["config.json"]["text_config"]
