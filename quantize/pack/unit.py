@@ -42,9 +42,8 @@ _TOP = 8
 _BOTTOM = -9
 _MAGNITUDE_BITS = 0x77
 # A slice on a CPU, whole blocks and whole words of zero points. glibc takes blocks over 32 MiB from
-# the system each time, zeroed, which took as long as packing; these it keeps. Shorter ones are read
-# from a cold disk half as fast.
-_ROWS = 1024
+# the system each time, zeroed, which took as long as packing; those of a slice it keeps.
+_ROWS = 256
 # What the headers of integers do not show.
 _SMALL = ("weight_shape", "qzeros", "g_idx")
 
