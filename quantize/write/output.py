@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from filecmp import cmpfiles
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from ... import __version__
 from ...checkpoints.companions import inside
@@ -246,13 +245,17 @@ def _is_same_again(plan: Plan, out: Path) -> bool:
     from .writer import write_shards
 
     _log.warning("%s: made again and compared: newer ctime", out)
-    with TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as folder:
-        again = Path(folder)
+    again = out / WORK / "again"  # a killed run's goes with the rest of that folder
+    refuse_strange(again, below=True)
+    again.mkdir(parents=True, exist_ok=True)
+    try:
         refuse_full_disk(plan, again, with_calibration=False)
         write_shards(plan, again, threads=os.cpu_count() or 1)
         finish(plan, again, recipe_text="")
         names = {shard.file for shard in plan.shards}.union(files_of(plan), plan.companions)
         return not any(cmpfiles(out, again, names, shallow=False)[1:])
+    finally:
+        tidy(out)
 
 
 def _name_of(source: Source) -> str:

@@ -363,6 +363,7 @@ def test_a_source_of_other_bytes_and_the_same_times_is_found(old, is_linked, tmp
         os.link(path, tmp_path / "linked")
     with pytest.raises(RecipeError, match="never overwritten; got a finished checkpoint"):
         quantized(source, out)
+    assert not (out / WORK).exists()
 
 
 def test_a_finished_output_of_another_run_is_refused(tmp_path, source):
