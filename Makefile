@@ -13,7 +13,7 @@
 #   make all [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first that is red
 #     VLLM_ARGS="--tensor-parallel-size 8"       for validate, bench, all, serve and gpu: words for each vllm serve
 #   make serve [OUT=DIR] [K=3] [PORT=8000]       the card's serve line, checked and run
-#   make test       what the project promises, on this machine: a quarter of an hour on two cores; make test-all: the rest
+#   make test       what the project promises, on this machine: ten minutes on two cores; make test-all: the rest
 #   make fuzz       an hour of hostile files and names for every verb; FUZZ_SECONDS=60 for a minute
 #   make lint       ruff, its format, pyright; make dist: sdist and wheel in dist/, checked
 #   make benchmark  every script of docs/benchmarks.md; SMALL=1: in minutes, without a target for speed
