@@ -26,6 +26,7 @@ from ...checkpoints.files import (
     complete,
     final_path,
     fresh,
+    held,
     partial_path,
     refuse_strange,
     within,
@@ -58,6 +59,7 @@ from ...recipes.schema import AUTO, Recipe
 from ..needs.room import calibration_folder, refuse_full_disk
 from ..plan.configs import config_of, files_of
 from ..plan.plan import Plan
+from ..run.processes import place_of_process
 
 _log = logging.getLogger(__name__)
 
@@ -232,7 +234,8 @@ def _is_older(plan: Plan, record: Path) -> bool:
         return False
     # A link changes the ctime as it comes and as it goes, and so does `cp -p`.
     newer = [state for state in states if state.ctime_ns >= made_ns]
-    if not newer or plan.needs_batches:
+    # Of several processes, each would.
+    if not newer or plan.needs_batches or place_of_process().size > 1:
         return plan.keeps_shards or all(state.num_links > 1 for state in newer)
     is_same = _is_same_again(plan, record.parent)
     if is_same:
@@ -247,15 +250,15 @@ def _is_same_again(plan: Plan, out: Path) -> bool:
     _log.warning("%s: made again and compared: newer ctime", out)
     again = out / WORK / "again"  # a killed run's goes with the rest of that folder
     refuse_strange(again, below=True)
-    again.mkdir(parents=True, exist_ok=True)
-    try:
-        refuse_full_disk(plan, again, with_calibration=False)
-        write_shards(plan, again, threads=os.cpu_count() or 1)
-        finish(plan, again, recipe_text="")
-        names = {shard.file for shard in plan.shards}.union(files_of(plan), plan.companions)
-        return not any(cmpfiles(out, again, names, shallow=False)[1:])
-    finally:
-        tidy(out)
+    with held(again, "only one run may make it"):
+        try:
+            refuse_full_disk(plan, again, with_calibration=False)
+            write_shards(plan, again, threads=os.cpu_count() or 1)
+            finish(plan, again, recipe_text="")
+            names = {shard.file for shard in plan.shards}.union(files_of(plan), plan.companions)
+            return not any(cmpfiles(out, again, names, shallow=False)[1:])
+        finally:
+            tidy(out)
 
 
 def _name_of(source: Source) -> str:

@@ -18,7 +18,7 @@ import pytest
 from commands import ROOT
 from data_files import json_of
 from keepmtp import pipeline
-from keepmtp.checkpoints.files import WORK, partial_path
+from keepmtp.checkpoints.files import WORK, held, partial_path
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.pipeline import plan_for
@@ -332,6 +332,8 @@ def test_an_output_stays_finished_where_others_link_its_source(tmp_path, source,
     linked = tmp_path / "linked.safetensors"
     os.link(shard_of(source), linked)
     plan, text = planned(source)
+    with held(out / WORK / "again", ""), pytest.raises(RecipeError, match="another run at work"):
+        pipeline.quantize(plan, text, out=out)
     assert pipeline.quantize(plan, text, out=out).was_there
     assert "made again" in caplog.text
     caplog.clear()
