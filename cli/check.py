@@ -21,7 +21,7 @@ from .options import (
     chosen_gpus,
     chosen_vllm,
 )
-from .progress import bytes_bar, spinner
+from .progress import bytes_bar, live_line
 from .tables import tell
 
 
@@ -151,7 +151,7 @@ def check(
     status = 0
     if record:
         keep = recorder(paths, servers.draft)
-    with spinner() as doing:
+    with live_line() as doing:
         for checked in api.check_all(paths, **loads, progress=doing):
             if values is not None:
                 from ..validate.check.values import with_values  # imports torch

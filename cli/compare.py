@@ -17,7 +17,7 @@ from .options import (
     TpsOption,
     VLLMsOption,
 )
-from .progress import spinner
+from .progress import live_line
 from .tables import answer, drawn
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def compare(
 
     loads = ServerOptions(gpus=gpus, tps=tps, versions=versions).words()
     # Of a repository, threads fetch: Ctrl-C ends them, too.
-    with spinner() as doing, stopped_by_signals():
+    with live_line() as doing, stopped_by_signals():
         if "gpus" not in loads:
             doing("reading headers")
         found = api.compare(paths, progress=doing, **loads)

@@ -23,7 +23,7 @@ from .options import (
     PathArgument,
     chosen_gpus,
 )
-from .progress import bytes_bar, spinner
+from .progress import bytes_bar, live_line
 from .tables import answer, tell
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def fix(
     elif mtp is not None:
         rule = "is the form of the block that --from gives"
         raise RecipeError("--mtp", rule, got=mtp, cure="Add --from RELEASE, or leave it out")
-    with spinner() as doing:
+    with live_line() as doing:
         outcome = proposed(path, release=opened, mtp=mtp, progress=doing)
     proposal = outcome.proposal
     block = outcome.block
@@ -153,7 +153,7 @@ def _judged(out: Path, gpus: list[str] | None, *, static_only: bool) -> "Judged"
         chosen = ()
     elif gpus:
         chosen = chosen_gpus(gpus)
-    with spinner() as doing:
+    with live_line() as doing:
         return judge(out, gpus=chosen, progress=doing)
 
 

@@ -49,7 +49,7 @@ def run_progress(*, as_json: bool = False) -> Iterator[RunProgress]:
 
 
 @contextmanager
-def spinner() -> Iterator[Say]:
+def live_line() -> Iterator[Say]:
     """What loaders do now, on a terminal or in a notebook."""
     say = silent
     if is_live():

@@ -14,8 +14,8 @@ from keepmtp.cli.progress import (
     asking,
     bytes_bar,
     downloaded,
+    live_line,
     run_progress,
-    spinner,
 )
 from keepmtp.cli.tables import show
 from keepmtp.quantize.run.processes import place_of_process
@@ -158,7 +158,7 @@ def test_an_evaluation_on_a_terminal(screen, monkeypatch):
 def test_an_answer_in_a_file_is_no_line_of_the_terminal(screen, capsys):
     """Each checkpoint's answer is printed while the next one is loaded."""
     terminal = screen(is_terminal=True)
-    with spinner() as doing:
+    with live_line() as doing:
         doing("loading")
         show(["check passed"])
     assert capsys.readouterr().out == "check passed\n" and "passed" not in terminal.text
