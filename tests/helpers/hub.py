@@ -27,7 +27,7 @@ READ_ONLY = "hf_loopbackTokenForReading"
 FIRST_COMMIT = f"{1:040x}"
 """Of every repository."""
 DRIP_SECONDS = 0.05
-"""Between two bytes of an answer that drips."""
+"""Between two drops of an answer."""
 _LARGE = (".safetensors", ".png")
 
 
@@ -42,7 +42,7 @@ class Fault:
         hold: cut, or answer, only when this is set.
         skip: so many such requests are answered as they should be first.
         body: the answer's, in place of an error's words.
-        spoils: the right answer is sent, but otherwise: "drip" a byte at a time, "headers" that
+        spoils: the right answer is sent, but otherwise: "drip" a `drop` at a time, "headers" that
             drip and do not end, "truncate" to the half of what its header says, "rewrite" as
             `rewrite` makes it of the right body.
         before: called when the request is there, and before it is answered.
@@ -59,6 +59,7 @@ class Fault:
     spoils: Literal["", "drip", "headers", "truncate", "rewrite"] = ""
     rewrite: Callable[[bytes], bytes] = bytes
     before: Callable[[], object] | None = None
+    drop: int = 1
 
     def is_cut(self) -> bool:
         """The connection ends without an answer."""
@@ -504,8 +505,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _drip(self, content: bytes) -> None:
-        for byte in content:
-            self.wfile.write(bytes([byte or ord("x")]))
+        drop = self.fault.drop
+        for start in range(0, len(content), drop):
+            self.wfile.write(content[start : start + drop].replace(b"\0", b"x"))
             time.sleep(DRIP_SECONDS)
 
 
