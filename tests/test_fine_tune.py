@@ -38,20 +38,22 @@ def lines_for(*, has_block: bool) -> list[str]:
     return [line.replace("RELEASE", str(GLM)).replace("--tp 8", "--tp 1") for line in found]
 
 
-@pytest.fixture(params=[False, True], ids=["lost", "kept"])
-def place(request, tmp_path) -> tuple[Path, list[str]]:
-    fine_tune(tmp_path, has_block=request.param)
-    return tmp_path, lines_for(has_block=request.param)
-
-
-def test_the_lines_before_a_server(place):
-    """And recipe.yaml makes the same checkpoint again, with the block of the release."""
-    folder, lines = place
-    said = ""
+@pytest.fixture(scope="module", params=[False, True], ids=["lost", "kept"])
+def place(request, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder, in which the lines before a server have been run, and all lines."""
+    folder, said = tmp_path_factory.mktemp("place"), ""
+    fine_tune(folder, has_block=request.param)
+    lines = lines_for(has_block=request.param)
     for line in lines:
         if line.split()[0] in ALONE:
             said = ran(line, cwd=folder)
     assert "check passed out/mine" in said
+    return folder, lines
+
+
+def test_the_checkpoint_can_be_made_again(place):
+    """By its recipe.yaml, with the block of the release; and is not rounded a second time unasked."""
+    folder, _ = place
     ran("quantize out/mine/recipe.yaml --out again", cwd=folder)
     for path in (folder / "out" / "mine").iterdir():
         assert (folder / "again" / path.name).read_bytes() == path.read_bytes()
@@ -62,9 +64,8 @@ def test_the_lines_before_a_server(place):
 
 def test_a_source_without_a_block_gets_the_one_that_its_checkpoint_has(place, monkeypatch):
     """Else it drafts nothing, and acceptance is never compared."""
-    folder, lines = place
+    folder, _ = place
     monkeypatch.chdir(folder)
-    ran(next(line for line in lines if line.startswith("quantize")), cwd=folder)
     session = Session("eval", ServeOptions(path="out/mine"), None)
     source = session.original
     assert source is not None and has_mtp(source)

@@ -1,5 +1,5 @@
-"""checkpoints/dequantize.py against compressed-tensors' readers and against plain float64
-arithmetic.
+"""checkpoints/dequantize.py against compressed-tensors' readers, and at the ends of what dtypes and
+shapes hold; test_leaves.py has every form against plain float64 arithmetic.
 """
 
 from functools import partial
@@ -12,11 +12,6 @@ from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
-
-E2M1 = torch.tensor(
-    [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64
-)
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,12 +28,6 @@ def all_fp8(shape: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) ->
     codes = codes[codes.view(dtype).float().isfinite()]
     count = shape[0] * shape[1]
     return codes.repeat(-(-count // len(codes)))[:count].reshape(shape).view(dtype)
-
-
-def codes_of(packed: torch.Tensor) -> torch.Tensor:
-    """Two 4-bit codes a byte, low nibble first: [N, B] -> int64 [N, 2 * B]."""
-    byte = packed.view(torch.uint8).long()
-    return torch.stack((byte & 15, byte >> 4), dim=-1).flatten(1)
 
 
 def spread(scale: torch.Tensor, rows: int, columns: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -96,37 +85,10 @@ def test_fp8_block(shape, block, scale_dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_nan_codes_stay_nan(dtype):
+def test_every_code_has_its_value_and_nan_stays_nan(dtype):
     weight = torch.arange(256, dtype=torch.uint8).view(dtype).reshape(2, 128)
-    found = fp8(weight, torch.tensor(1.0))
-    assert torch.equal(found.isnan(), weight.float().isnan()) and found.isnan().any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
-@pytest.mark.parametrize("scale_shape", [(70, 1), (70,), (1,), (), (1, 1)])
-def test_fp8_channel(dtype, scale_shape):
-    if dtype == torch.int8:
-        weight = torch.randint(-128, 128, (70, 96), generator=torch.Generator().manual_seed(3)).to(
-            torch.int8
-        )
-    else:
-        weight = all_fp8((70, 96), dtype)
-    scale = torch.rand(scale_shape, generator=torch.Generator().manual_seed(4)).mul(1e-2).bfloat16()
-    # At most 8-bit by 8-bit significands: the product is exact in F32 and rounded once.
-    expected = (weight.double() * scale.double().reshape(-1, 1)).float().bfloat16()
-    assert torch.equal(fp8(weight, scale), expected)
-
-
-@pytest.mark.parametrize("packed_dtype", [torch.uint8, torch.int8])
-@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.uint8])
-def test_mxfp4(packed_dtype, scale_dtype):
-    packed = torch.arange(256).to(torch.uint8).repeat(33).reshape(33, 256)
-    exponents = torch.randint(10, 250, (33, 16), generator=torch.Generator().manual_seed(5)).to(
-        torch.uint8
-    )
-    found = fp4("mxfp4", packed.view(packed_dtype), exponents.view(scale_dtype))
-    expected = E2M1[codes_of(packed)] * spread(exponents.double().sub(127).exp2(), 1, 32, (33, 512))
-    assert torch.equal(found.double(), expected)  # exact: a power of two changes no mantissa
+    found = fp8(weight, torch.tensor(1.0)).float()
+    assert found.isnan().any() and torch.allclose(found, weight.float(), 0, 0, equal_nan=True)
 
 
 def test_mxfp4_at_the_ends_of_e8m0():
@@ -135,53 +97,8 @@ def test_mxfp4_at_the_ends_of_e8m0():
     assert found[0, 0] == 2.0**-127 and found[0, 1] == 6 * 2.0**-127
     assert found[0, 32] == 2.0**127 and found[0, 33].isinf()
     assert found[0, 64:].isnan().all()
-
-
-@pytest.mark.parametrize("divisor", [True, False])
-def test_nvfp4(divisor):
-    packed = torch.arange(256).to(torch.uint8).repeat(20).reshape(20, 256)
-    scale = (
-        torch.rand(20, 32, generator=torch.Generator().manual_seed(6))
-        .mul(448)
-        .to(torch.float8_e4m3fn)
-    )
-    common = torch.tensor([27776.0])
-    factor = scale.double() / 27776
-    if divisor:
-        found = fp4("nvfp4", packed, scale, weight_global_scale=common)
-    else:
-        found = fp4("nvfp4_modelopt", packed, scale, weight_scale_2=1 / common)
-        factor = scale.double() * (1 / common).double()
-    expected = E2M1[codes_of(packed)] * spread(factor, 1, 16, (20, 512))
-    # Two roundings in F32 before the one to BF16: half a unit of BF16, 2**-8, and a little.
-    assert ((found.double() - expected).abs() <= expected.abs() * 2.0**-8 * (1 + 2.0**-13)).all()
-    assert (found == 0).any() and torch.equal(found.signbit(), (codes_of(packed) & 8).bool())
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("num_columns", [128, 256, 100])
-def test_int_packed(bits, num_columns):
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    half = 1 << (bits - 1)
-    shape = 37, num_columns  # 37 rows of zero points fill no whole number of words
-    codes = torch.randint(-half, half, shape, generator=torch.Generator().manual_seed(7)).to(
-        torch.int8
-    )
-    packed = pack_to_int32(codes, bits)
-    for num_groups in (1, num_columns // 4):
-        scale = torch.rand(37, num_groups, generator=torch.Generator().manual_seed(8)).bfloat16()
-        zeros = torch.randint(
-            -half, half, (37, num_groups), generator=torch.Generator().manual_seed(9)
-        ).to(torch.int8)
-        words = pack_to_int32(zeros, bits, packed_dim=0)
-        for zero, extra in ((0 * zeros, {}), (zeros, {"weight_zero_point": words})):
-            found = integers(shape, weight_packed=packed, weight_scale=scale, **extra)
-            of_group = 1, num_columns // num_groups, shape
-            expected = (codes.double() - spread(zero, *of_group)) * spread(scale, *of_group)
-            assert torch.equal(found, expected.float().bfloat16())
-    with pytest.raises(CheckpointError, match="weight_zero_point"):
-        integers(shape, weight_packed=packed, weight_scale=scale, weight_zero_point=words[1:])
+    zeros = torch.full((1, 16), 0x80, dtype=torch.uint8)  # 0 and -0
+    assert fp4("mxfp4", zeros, zeros[:, :1])[0, :2].signbit().tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -225,6 +142,12 @@ def test_shapes_that_do_not_fit_are_refused():
         "4 or 8 bits": lambda: integers((4, 170), weight_scale=ones(4, 1), **words),
         "weight_packed": lambda: integers((4, 110), weight_scale=ones(4, 1), **words),
         "weight_scale": lambda: integers((4, 128), weight_scale=ones(4, 3), **words),
+        r"weight_zero_point: .*\[1, 2\]; got \[2, 2\]": lambda: integers(
+            (4, 128),
+            weight_scale=ones(4, 2),
+            weight_zero_point=words["weight_packed"][:2, :2],
+            **words,
+        ),
     }
     for says, refused in cases.items():
         with pytest.raises(CheckpointError, match=says):

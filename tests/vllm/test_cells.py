@@ -3,15 +3,13 @@ does.
 """
 
 import re
-from contextlib import ExitStack
-from functools import cache
+from functools import partial
 
 import cells
 import pytest
 import releases
 from checkpoint_files import as_source
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
-from keepmtp.validate.dryload.loader import DryLoader
 from keepmtp.validate.facts.vllm_env import find_vllm
 
 MODELS = ("glm-4.7", "deepseek-r1", "mimo-7b")
@@ -19,26 +17,19 @@ STEP = 6  # every so many cells of each
 
 
 @pytest.mark.vllm
-def test_the_static_check_says_what_vllm_does(monkeypatch, tmp_path):
-    vllm = find_vllm()
-    monkeypatch.setattr(cells, "VERSION", vllm.version)
+def test_the_static_check_says_what_vllm_does(dry_loader, monkeypatch, tmp_path):
+    monkeypatch.setattr(cells, "VERSION", find_vllm().version)
     monkeypatch.setattr(cells, "KEPT", tmp_path / "kept")
     parted = list[str]()
     seen = set[str]()
-    with ExitStack() as stack:
-
-        @cache
-        def dry() -> DryLoader:
-            return stack.enter_context(DryLoader(vllm, gpu="sm90"))
-
-        for model in MODELS:
-            checkpoint = cells.released(model)
-            for cell, static, loaded in cells.judged(
-                f"{model}: released", checkpoint, tmp_path / model, dry, STEP
-            ):
-                seen.add(cell.broken)
-                if bool(static) != bool(loaded):
-                    parted.append(f"{model} {cell.key}: {static or loaded}")
+    for model in MODELS:
+        checkpoint, dry = cells.released(model), partial(dry_loader, "sm90")
+        for cell, static, loaded in cells.judged(
+            f"{model}: released", checkpoint, tmp_path / model, dry, STEP
+        ):
+            seen.add(cell.broken)
+            if bool(static) != bool(loaded):
+                parted.append(f"{model} {cell.key}: {static or loaded}")
     assert {"transposed", "halved", "missing", "as F8_E4M3"} <= seen
     assert not parted
 

@@ -15,7 +15,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.facts.vllm_env import find_vllm
 from releases import source_layout, write_checkpoint
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.full]
 
 # vLLM's part of a rank, [q; k; v] in FP8 with blocks, against the same rows of three whole
 # matrices.

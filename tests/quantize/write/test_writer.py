@@ -79,7 +79,8 @@ def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
 def test_slices_of_a_large_matrix_are_the_rows_of_the_whole(scheme, format, tmp_path, monkeypatch):
     plan = planned(tmp_path / "source", data="random")
     recipe = plan.recipe.model_dump() | {"format": format}
-    recipe["backbone"] = dict.fromkeys(recipe["backbone"], scheme)
+    kept = {"experts": "bf16", "shared_experts": "bf16"}  # too narrow for a second slice
+    recipe["backbone"] = dict.fromkeys(recipe["backbone"], scheme) | kept
     if not SCHEMES[scheme].needs_calibration:
         recipe["calibration"] = None
     plan = make_plan(Recipe.model_validate(recipe), plan.source)

@@ -304,25 +304,35 @@ def encode_messages(messages, thinking_mode, context=None):
 """
 
 
-@pytest.mark.usefixtures("child")
-def test_the_checkpoints_own_encoding_runs_only_where_the_recipe_says_so(tmp_path, source):
-    """It then tells answers as a template does."""
+@pytest.fixture
+def own(source) -> Path:
+    """An encoding of the checkpoint's own, in place of a template."""
+    path = source.folder / "encoding" / "encoding_own.py"
+    path.parent.mkdir()
+    path.write_text(OWN_ENCODING)
+    return path
+
+
+def test_the_checkpoints_own_encoding_runs_only_where_the_recipe_says_so(tmp_path, source, own):
     chat = talked(tmp_path)
-    own = source.folder / "encoding" / "encoding_own.py"
-    allowed = chat.model_copy(update={"model_code": "checkpoint"})
-    for given in (chat, allowed):
-        message = refusal(given, source)
-        assert "must have a chat template to calibrate on conversations; got none" in message
-        assert "chat_template.jinja" in message and "column of texts" in message
-    own.parent.mkdir()
-    own.write_text(OWN_ENCODING)
     message = refusal(chat, source)
     assert "got encoding/encoding_own.py, which is the checkpoint's code" in message
     assert "calibration.model_code: checkpoint" in message
+    own.unlink()
+    for given in (chat, chat.model_copy(update={"model_code": "checkpoint"})):
+        message = refusal(given, source)
+        assert "must have a chat template to calibrate on conversations; got none" in message
+        assert "chat_template.jinja" in message and "column of texts" in message
+
+
+@pytest.mark.usefixtures("child")
+def test_the_checkpoints_own_encoding_tells_answers_as_a_template_does(tmp_path, source, own):
+    chat = talked(tmp_path)
+    allowed = chat.model_copy(update={"model_code": "checkpoint"})
     made = calibration_data(allowed, source)
     own.write_text("")
     assert "chat format; got 'encode_messages'" in refusal(allowed, source)
-    expected = calibration_data(allowed, with_template(source, CHATML))
+    expected = calibration_data(chat, with_template(source, CHATML))
     assert_same_ids(made, expected)
     assert torch.equal(made.held_out_written, expected.held_out_written)
 
