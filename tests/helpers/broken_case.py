@@ -86,6 +86,18 @@ def rows(rule: str, *cases: Case) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", filled, ids=[row.name for row in filled])
 
 
+def finds(
+    rule: str, *cases: Case, about: Iterable[str] = (), **asked: Any
+) -> Callable[[Case, Path], None]:
+    """A test of these rows: `assert_found` for each."""
+
+    @rows(rule, *cases)
+    def test(case: Case, tmp_path: Path) -> None:
+        assert_found(case, tmp_path, about=about, **asked)
+
+    return test
+
+
 def assert_found(case: Case, folder: Path, *, about: Iterable[str] = (), **asked: Any) -> None:
     """The check finds what the row says, and nothing of its rule in the good checkpoint.
 

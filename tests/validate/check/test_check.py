@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import releases
-from broken_case import assert_found, case, met, rows
+from broken_case import case, finds, met
 from checkpoint_files import (
     as_source,
     changed,
@@ -75,7 +75,7 @@ def test_the_same_told_as_modelopt_tells_it_passes(model, scheme, mtp, tmp_path)
     assert check(as_source(checkpoint, tmp_path)).findings == ()
 
 
-@rows(
+test_examined = finds(
     "method",
     case(
         "bitsandbytes",
@@ -133,11 +133,9 @@ def test_the_same_told_as_modelopt_tells_it_passes(model, scheme, mtp, tmp_path)
         config("quantization_config", {"quant_method": "hqq"}),
     ),
 )
-def test_examined(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_unread = finds(
     "files",
     met(
         "E6 num_hidden_layers lost",
@@ -162,11 +160,9 @@ def test_examined(case, tmp_path):
     ),
     met("R6 shard cut short", "glm fp8", cut, where="model-2.safetensors"),
 )
-def test_unread(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_objections_without_family = finds(
     "family",
     met(
         "R8 a family without a table",
@@ -206,8 +202,6 @@ def test_unread(case, tmp_path):
         among=True,
     ),
 )
-def test_objections_without_family(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 @pytest.mark.parametrize(

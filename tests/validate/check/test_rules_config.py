@@ -2,13 +2,12 @@
 
 from functools import partial
 
-from broken_case import assert_found, case, met, rows
+from broken_case import case, finds, met
 from checkpoint_files import Checkpoint, config, hf_quant_config, ignoring, quantization
 from foreign_form import in_hf_quant_config, mixed, mixed_in_two_files
 from good import ours
 
-
-@rows(
+test_quantization_configs_agree = finds(
     "two-configs",
     met(
         "R5 two configs, two algorithms",
@@ -54,11 +53,9 @@ from good import ours
         among=True,
     ),
 )
-def test_quantization_configs_agree(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_config_has_what_vllm_reads = finds(
     "config",
     met(
         "E5 layer_types counts the MTP layer",
@@ -94,11 +91,9 @@ def test_quantization_configs_agree(case, tmp_path):
         where="config.json: dspark_target_layer_ids",
     ),
 )
-def test_config_has_what_vllm_reads(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_modelopt_is_complete = finds(
     "algorithm",
     met(
         "R7 algorithm vLLM does not load",
@@ -140,11 +135,9 @@ def test_config_has_what_vllm_reads(case, tmp_path):
         among=True,
     ),
 )
-def test_modelopt_is_complete(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_extras_are_present = finds(
     "extras",
     met(
         "Fp4 scale_fmt lost",
@@ -154,8 +147,6 @@ def test_modelopt_is_complete(case, tmp_path):
         severity="warning",
     ),
 )
-def test_extras_are_present(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 def brings(*files: str):
@@ -175,7 +166,7 @@ OWN = {"AutoConfig": "configuration_glm.C"}
 OTHERS = OWN | {"AutoModel": "somebody/else--modeling_x.Model"}
 
 
-@rows(
+test_own_code_is_known = finds(
     "own-code",
     case(
         "its own",
@@ -198,8 +189,6 @@ OTHERS = OWN | {"AutoModel": "somebody/else--modeling_x.Model"}
     ),
     case("an auto_map without files", "glm fp8", config("auto_map", OWN), found=[]),
 )
-def test_own_code_is_known(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 def other_tool(checkpoint: Checkpoint) -> None:
@@ -209,7 +198,7 @@ def other_tool(checkpoint: Checkpoint) -> None:
     checkpoint.json_files["hf_quant_config.json"] = {"producer": producer, "quantization": inner}
 
 
-@rows(
+test_one_tool_wrote_the_configs = finds(
     "two-tools",
     case("one of them", partial(ours, "glm-4.7", "NVFP4"), found=[]),
     case("modelopt's own two", "glm modelopt file", found=[]),
@@ -221,6 +210,5 @@ def other_tool(checkpoint: Checkpoint) -> None:
         where="hf_quant_config.json",
         says="vLLM reads config.json, which says compressed-tensors",
     ),
+    about=["two-tools"],
 )
-def test_one_tool_wrote_the_configs(case, tmp_path):
-    assert_found(case, tmp_path, about=["two-tools"])

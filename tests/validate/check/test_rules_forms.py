@@ -4,7 +4,7 @@ import re
 from functools import partial
 
 import pytest
-from broken_case import assert_found, case, met, rows
+from broken_case import case, finds, met
 from checkpoint_files import (
     Change,
     Checkpoint,
@@ -44,7 +44,7 @@ from real_releases import TABLE, qwen38_fp8, qwen38_nvfp4
 INT4 = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True}
 
 
-@rows(
+test_fused_modules_are_uniform = finds(
     "fused-uniform",
     met(
         "M1 scale of one shard lost",
@@ -66,8 +66,6 @@ INT4 = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": 
         where="model.layers.1.self_attn.v_proj",
     ),
 )
-def test_fused_modules_are_uniform(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_ranks_get_whole_groups(split, refused, tmp_path):
         )
 
 
-@rows(
+test_fused_shards_are_complete = finds(
     "shapes",
     met(
         "M2 expert packed too narrow",
@@ -110,11 +108,9 @@ def test_ranks_get_whole_groups(split, refused, tmp_path):
         says="validate_fp8_block_shape",
     ),
 )
-def test_fused_shards_are_complete(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_stored_form_is_what_is_built = finds(
     "config-group",
     met(
         "R7 Quark without layer_type_quant_config",
@@ -233,11 +229,9 @@ def test_fused_shards_are_complete(case, tmp_path):
         found=[{"count": 24}, {"count": 3}],
     ),
 )
-def test_stored_form_is_what_is_built(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_compare_plain_with_packed = finds(
     "form",
     met(
         "F11 exclude misses mtp.fc",
@@ -383,11 +377,9 @@ def test_stored_form_is_what_is_built(case, tmp_path):
         among=True,
     ),
 )
-def test_compare_plain_with_packed(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_compare_packed_with_plain = finds(
     "form",
     met(
         "R2 AWQ's list is made of the names of parameters",
@@ -493,11 +485,9 @@ def test_compare_plain_with_packed(case, tmp_path):
         cure="Narrow the entry 'model.layers.3.mlp.experts.0.gate_proj'",
     ),
 )
-def test_compare_packed_with_plain(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_compare_two_packed_forms = finds(
     "form",
     met(
         "R2 GPTQ in 8 bits by an expression, in 4 on disk",
@@ -667,8 +657,6 @@ def test_compare_packed_with_plain(case, tmp_path):
         ],
     ),
 )
-def test_compare_two_packed_forms(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 EXPERTS = r"(layers|mtp)\.\d+\.ffn\.experts\.\d+\.w\d\."
@@ -685,7 +673,7 @@ def in_blocks(scale: str) -> Change:
     return change
 
 
-@rows(
+test_scales_are_read = finds(
     "scale-dtype",
     case(
         "bytes of exponents for experts in FP8",
@@ -701,8 +689,6 @@ def in_blocks(scale: str) -> Change:
         says="rounds them to powers of two",
     ),
 )
-def test_scales_are_read(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 def test_block_scales_are_read_as_numbers_are_stored(tmp_path):
@@ -767,7 +753,7 @@ def test_the_names_of_experts_hang_on_the_version(tmp_path):
     assert not examine(folder, vllm="0.32.0").data.ok
 
 
-@rows(
+test_compare_what_is_always_plain = finds(
     "glue",
     met(
         "F42 a copy of the embedding whose scale the loader refuses",
@@ -817,11 +803,9 @@ def test_the_names_of_experts_hang_on_the_version(tmp_path):
         says="in silence",
     ),
 )
-def test_compare_what_is_always_plain(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_vectors_are_plain = finds(
     "form",
     case(
         "a bias in FP8",
@@ -836,11 +820,9 @@ def test_compare_what_is_always_plain(case, tmp_path):
         where="model.layers.3.mlp.gate.e_score_correction_bias",
     ),
 )
-def test_vectors_are_plain(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_draft_head_is_excluded = finds(
     "draft-head",
     met(
         "F38 AutoRound's block takes the head",
@@ -874,14 +856,12 @@ def test_vectors_are_plain(case, tmp_path):
         says="it raises",
     ),
 )
-def test_draft_head_is_excluded(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 SCALES = r"model\.layers\.0\.self_attn\.qkv_proj\.weight_scale_inv"
 
 
-@rows(
+test_interleaved_rows_are_put_in_order = finds(
     "rows",
     case(
         "q, k and v in one tensor without scales",
@@ -902,11 +882,9 @@ SCALES = r"model\.layers\.0\.self_attn\.qkv_proj\.weight_scale_inv"
         among=True,
     ),
 )
-def test_interleaved_rows_are_put_in_order(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_schemes_are_known = finds(
     "dialect",
     met(
         "R8 a dialect that is not judged",
@@ -950,14 +928,12 @@ def test_interleaved_rows_are_put_in_order(case, tmp_path):
         severity="warning",
     ),
 )
-def test_schemes_are_known(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 NGRAMS = re.escape(TABLE)
 
 
-@rows(
+test_table_is_as_built = finds(
     "table",
     case("a table in FP8", qwen38_fp8, found=[]),
     case(
@@ -1009,8 +985,6 @@ NGRAMS = re.escape(TABLE)
         count=2,
     ),
 )
-def test_table_is_as_built(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -1029,7 +1003,7 @@ def test_inputs_of_one_group_have_no_order(changes, is_refused):
     assert read_gptq(raw, Renamer(), ()).error == ("", ACT_ORDER)[is_refused]
 
 
-@rows(
+test_packed_head_loads = finds(
     "head-form",
     case("a scale a row", partial(with_packed, "glm-4.7", "head", "FP8_DYNAMIC"), found=[]),
     case("codes of NVFP4", partial(with_packed, "glm-4.7", "head", "NVFP4A16"), found=[]),
@@ -1056,12 +1030,12 @@ def test_inputs_of_one_group_have_no_order(changes, is_refused):
         where="lm_head",
         says="RuntimeError",
     ),
+    about=["head-form"],
 )
-def test_packed_head_loads(case, tmp_path):
-    assert_found(case, tmp_path, about=["head-form"])
 
 
-@rows(
+# vLLM's class of packed embeddings registers none.
+test_rows_that_are_looked_up_have_no_zero_points = finds(
     "form",
     case("an embedding", partial(with_packed, "deepseek-r1", "embedding", "W4A16"), found=[]),
     case(
@@ -1074,7 +1048,5 @@ def test_packed_head_loads(case, tmp_path):
         where="model.embed_tokens",
         says="weight_zero_point has no place",
     ),
+    about=["form"],
 )
-def test_rows_that_are_looked_up_have_no_zero_points(case, tmp_path):
-    """vLLM's class of packed embeddings registers none."""
-    assert_found(case, tmp_path, about=["form"])

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from broken_case import assert_found, case, met, rows
+from broken_case import case, finds, met
 from checkpoint_files import hf_quant_config, lose, quantization, tensor
 from foreign_form import modelopt
 from good import ours, with_scales
@@ -23,7 +23,7 @@ def cache(**entries):
     return quantization("kv_cache_scheme", CACHE | entries)
 
 
-@rows(
+test_kv_entry_is_known = finds(
     "kv-cache",
     met(
         "INT4 cache",
@@ -126,12 +126,11 @@ def cache(**entries):
         hf_quant_config("quantization/kv_cache_quant_algo", "fp8"),
         found=[],
     ),
+    about=["kv-cache"],
 )
-def test_kv_entry_is_known(case, tmp_path):
-    assert_found(case, tmp_path, about=["kv-cache"])
 
 
-@rows(
+test_kv_scales_have_a_place = finds(
     "kv-scales",
     met(
         "F32 KV scales in the draft",
@@ -185,12 +184,11 @@ def test_kv_entry_is_known(case, tmp_path):
         where="model.layers.0.self_attn.k_proj.k_scale",
         says="[4]: vLLM raises ValueError: KV-cache scale expects a scalar weight",
     ),
+    about=["kv-scales"],
 )
-def test_kv_scales_have_a_place(case, tmp_path):
-    assert_found(case, tmp_path, about=["kv-scales"])
 
 
-@rows(
+test_kv_scales_are_whole = finds(
     "kv-scales",
     # In the backbone, and in the MTP block under vLLM's own name, the only one that this draft's
     # loader takes.
@@ -248,12 +246,11 @@ def test_kv_scales_have_a_place(case, tmp_path):
         tensor("model.layers.1.mlp.v_scale", "BF16", 1),
         where="model.layers.1.mlp.v_scale",
     ),
+    about=["kv-scales"],
 )
-def test_kv_scales_are_whole(case, tmp_path):
-    assert_found(case, tmp_path, about=["kv-scales"])
 
 
-@rows(
+test_declared_cache_has_scales = finds(
     "kv-unscaled",
     case("with its scales", with_scales, found=[]),
     case("modelopt's with its scales", partial(with_scales, format="modelopt"), found=[]),
@@ -286,6 +283,5 @@ def test_kv_scales_are_whole(case, tmp_path):
         quantization("kv_cache_scheme", CACHE),
         found=[],
     ),
+    about=["kv-unscaled"],
 )
-def test_declared_cache_has_scales(case, tmp_path):
-    assert_found(case, tmp_path, about=["kv-unscaled"])

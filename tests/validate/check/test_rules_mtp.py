@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from broken_case import Case, assert_found, case, met, rows
+from broken_case import Case, assert_found, case, finds, met, rows
 from checkpoint_files import as_source, config, elsewhere, lose, rename, retype, tensor, write
 from good import ours, released
 from good_checkpoints import GOOD
@@ -20,7 +20,7 @@ from without_mtp import llama
 FLASH = partial(ours, "dsv4-flash", "W4A16")
 
 
-@rows(
+test_promised_layers_exist = finds(
     "mtp-missing",
     met(
         "F1 dropped, count kept",
@@ -91,16 +91,12 @@ FLASH = partial(ours, "dsv4-flash", "W4A16")
     case("a stage of DSpark lost", "dspark bf16", lose(r"mtp\.1\..*"), where="mtp.1.", among=True),
     case("a stage of V4.1's lost", "v41 bf16", lose(r"mtp\.1\..*"), where="mtp.1.", among=True),
 )
-def test_promised_layers_exist(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_files_are_indexed = finds(
     "unindexed",
     met("F4 in a file without index", "next nvfp4", elsewhere(r"mtp\..*"), where="mtp."),
 )
-def test_files_are_indexed(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 def test_files_are_indexed_or_all_are_read(tmp_path):
@@ -115,7 +111,7 @@ def test_files_are_indexed_or_all_are_read(tmp_path):
     assert json.loads(written)["weight_map"] == json.loads(index)["weight_map"]
 
 
-@rows(
+test_mtp_glue_is_complete = finds(
     "mtp-incomplete",
     met(
         "F2 norm lost",
@@ -181,11 +177,9 @@ def test_files_are_indexed_or_all_are_read(tmp_path):
         where="language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.gate",
     ),
 )
-def test_mtp_glue_is_complete(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_lacking = finds(
     "mtp-incomplete",
     met(
         "F8 o_proj of the draft lost",
@@ -235,8 +229,6 @@ def test_mtp_glue_is_complete(case, tmp_path):
         where="model.layers.1.self_attn.indexer.wk.weight",
     ),
 )
-def test_lacking(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +270,7 @@ def test_a_parameter_without_a_module_has_its_own_name(name, tmp_path):
     assert name in places
 
 
-@rows(
+test_layers_are_complete = finds(
     "layer-missing",
     met(
         "E8 decoder layer lost",
@@ -287,22 +279,18 @@ def test_a_parameter_without_a_module_has_its_own_name(name, tmp_path):
         where="model.layers.1.",
     ),
 )
-def test_layers_are_complete(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_ends_are_complete = finds(
     "layer-incomplete",
     case("a norm", "glm fp8", lose(r"model\.norm\.weight"), where="model.norm"),
     case("an embedding", "next fp8", lose(r"model\.embed_tokens\.weight"), where="model.embed"),
     case("a head that is not tied", "glm nvfp4", lose(r"lm_head\.weight"), where="lm_head"),
     case("a state", "dsv4 bf16", lose(r"hc_head_base"), where="hc_head_base"),
 )
-def test_ends_are_complete(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_counted_layers_are_there = finds(
     "layer-missing",
     case(
         "a layer lost, of no family",
@@ -311,11 +299,9 @@ def test_ends_are_complete(case, tmp_path):
         found=[{"where": "model.layers.2."}, {"rule": "family", "severity": "warning"}],
     ),
 )
-def test_counted_layers_are_there(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_experts_are_complete = finds(
     "experts",
     met(
         "E2 experts of one rank only",
@@ -330,11 +316,9 @@ def test_counted_layers_are_there(case, tmp_path):
         where="model.layers.3.mlp.experts.2.up_proj",
     ),
 )
-def test_experts_are_complete(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_scales_have_weights = finds(
     "unknown-tensor",
     met(
         "R7 orphan scale",
@@ -343,11 +327,9 @@ def test_experts_are_complete(case, tmp_path):
         where="model.layers.3.mlp.shared_experts.w9.weight_scale",
     ),
 )
-def test_scales_have_weights(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_names_are_known = finds(
     "unknown-tensor",
     met(
         "R7 a scale the draft's loader does not rename",
@@ -371,11 +353,9 @@ def test_scales_have_weights(case, tmp_path):
         says="KeyError",
     ),
 )
-def test_names_are_known(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_unknown = finds(
     "unknown-tensor",
     met(
         "F37 vision-language prefix",
@@ -404,11 +384,9 @@ def test_names_are_known(case, tmp_path):
         severity="warning",
     ),
 )
-def test_unknown(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_aliases_are_present = finds(
     "alias",
     met(
         "E10 copies missing",
@@ -419,8 +397,6 @@ def test_unknown(case, tmp_path):
         severity="warning",
     ),
 )
-def test_aliases_are_present(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 @rows(

@@ -4,7 +4,7 @@ import json
 from functools import partial
 
 import pytest
-from broken_case import assert_found, case, rows
+from broken_case import case, finds
 from checkpoint_files import config, lose, quantization, write
 from commands import keepmtp, ran, refused
 from foreign_form import modelopt, quark, w4afp8
@@ -57,18 +57,17 @@ PACKED = [
 ]
 
 
-@rows(
+test_judge = finds(
     "sglang-form",
     case("deepseek-r1 as released", "released deepseek-r1", found=[]),
     case("glm-4.7 as released", "released glm-4.7", found=[]),
     case("qwen3.5-27b as released", "released qwen3.5-27b", found=[]),
     case("deepseek-v3.2 as released", "released deepseek-v3.2", found=[]),
+    runtimes=SGLANG,
 )
-def test_judge(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG)
 
 
-@rows(
+test_unresolved = finds(
     "sglang-unresolved",
     case(
         "names of the draft that no target matches",
@@ -137,12 +136,11 @@ def test_judge(case, tmp_path):
         where="x[",
         says="SGLang raises",
     ),
+    runtimes=SGLANG,
 )
-def test_unresolved(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG)
 
 
-@rows(
+test_draft_class_exists = finds(
     "sglang-draft",
     case(
         "SGLang has no draft for exaone-4.5-33b", "released exaone-4.5-33b", says="has no draft for"
@@ -154,12 +152,11 @@ def test_unresolved(case, tmp_path):
     ),
     case("SGLang has no draft for kimi-k3-mtp", "released kimi-k3-mtp", says="has no draft for"),
     case("SGLang has no draft for minimax-m3", "released minimax-m3", says="has no draft for"),
+    runtimes=SGLANG,
 )
-def test_draft_class_exists(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG)
 
 
-@rows(
+test_config_is_read = finds(
     "sglang-config",
     case(
         "SGLang reads MIXED_PRECISION without NVFP4 as W4AFP8",
@@ -176,12 +173,11 @@ def test_draft_class_exists(case, tmp_path):
         quantization("config_groups/group_9", {"targets": ["LlamaAttention"]}),
         says="config_groups.group_9.weights",
     ),
+    runtimes=SGLANG,
 )
-def test_config_is_read(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG)
 
 
-@rows(
+test_one_layer_is_promised = finds(
     "sglang-layers",
     case(
         "two MTP layers are one too many",
@@ -189,12 +185,11 @@ def test_config_is_read(case, tmp_path):
         config("num_nextn_predict_layers", 2),
         found=[{"says": "Only 1 nextn layer"}, {"rule": "sglang-mtp-missing"}],
     ),
+    runtimes=SGLANG,
 )
-def test_one_layer_is_promised(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG)
 
 
-@rows(
+test_block_is_whole = finds(
     "sglang-mtp-missing",
     case(
         "a block that is not there",
@@ -203,12 +198,11 @@ def test_one_layer_is_promised(case, tmp_path):
         where="model.layers.3.*",
         says="drafts from what was in memory",
     ),
+    runtimes=SGLANG,
 )
-def test_block_is_whole(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG)
 
 
-@rows(
+test_misbuilt = finds(
     "sglang-form",
     case(
         "a quantized draft under modelopt_fp4 is built plain",
@@ -244,24 +238,22 @@ def test_block_is_whole(case, tmp_path):
         partial(quark, "deepseek-r1", exclude=["re:.*gate$"]),
         found=PACKED,
     ),
+    runtimes=SGLANG,
 )
-def test_misbuilt(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG)
 
 
-@rows(
+test_misbuilt_where_vllm_builds_it = finds(
     "sglang-form",
     case(
         "both servers are asked at once, and vLLM serves it",
         partial(ours, "glm-4.7", "NVFP4", "NVFP4", format="modelopt"),
         found=PLAIN,
     ),
+    runtimes=["vllm", "sglang"],
 )
-def test_misbuilt_where_vllm_builds_it(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=["vllm", "sglang"])
 
 
-@rows(
+test_stored_form_is_what_is_built = finds(
     "sglang-unresolved",
     case(
         "blocks without the target Linear",
@@ -297,18 +289,17 @@ def test_misbuilt_where_vllm_builds_it(case, tmp_path):
         where="model.layers.0.self_attn.kv_b_proj.weight",
         count=3,
     ),
+    runtimes=SGLANG,
 )
-def test_stored_form_is_what_is_built(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG)
 
 
-@rows(
+test_table_is_looked_up = finds(
     "sglang-table",
     case("SGLang looks rows of FP8 up", qwen38_fp8, found=[]),
     case("SGLang has no table in NVFP4", qwen38_nvfp4, where=f"{TABLE}.shard_0.weight"),
+    runtimes=SGLANG,
+    about=["sglang-table"],
 )
-def test_table_is_looked_up(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG, about=["sglang-table"])
 
 
 @pytest.mark.full

@@ -2,15 +2,14 @@
 
 import pytest
 import releases
-from broken_case import assert_found, case, rows
+from broken_case import case, finds
 from checkpoint_files import Checkpoint, as_source, config, reshape, tensor
 from good import released
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.findings import errors_of
 
-
-@rows(
+test_sides_are_those_of_config = finds(
     "shapes",
     case(
         "a stage of DSpark of another width",
@@ -100,8 +99,6 @@ from keepmtp.validate.facts.findings import errors_of
         says="d_rel=16",
     ),
 )
-def test_sides_are_those_of_config(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 @pytest.mark.parametrize("model", releases.MODELS)
@@ -132,7 +129,7 @@ def test_misshaped_glue_of_every_family(model, tmp_path):
             assert len({finding.where for finding in findings}) <= 2
 
 
-@rows(
+test_feed_forward_parts_fit = finds(
     "shapes",
     case(
         "the only dense layer, gate",
@@ -148,11 +145,9 @@ def test_misshaped_glue_of_every_family(model, tmp_path):
         says="or that transposed",
     ),
 )
-def test_feed_forward_parts_fit(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
-@rows(
+test_likes_are_alike = finds(
     "shapes",
     case(
         "a projection lost half of its rows",
@@ -174,5 +169,3 @@ def test_feed_forward_parts_fit(case, tmp_path):
         where="model.layers.1.self_attn.q_a_layernorm.weight",
     ),
 )
-def test_likes_are_alike(case, tmp_path):
-    assert_found(case, tmp_path)
