@@ -180,6 +180,7 @@ def test_the_address_that_the_hub_leads_to_is_kept_and_asked_for_anew_when_it_ex
 def hasty(hub, monkeypatch) -> Iterator[Hub]:
     """It must answer within 0.3 s, and after the test in the time that it had before."""
     monkeypatch.setattr(hub_client.PATIENCE, "seconds", hub_client.PATIENCE.seconds)
+    monkeypatch.setattr(hub_client.PATIENCE, "silences", 0)
     monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", "0.3")
     hub_client.install()
     yield hub
@@ -246,12 +247,14 @@ def test_a_hub_that_does_not_end_its_answer(hasty, fault, question):
     with pytest.raises((NoCheckpointError, RecipeError), match="the Hub must"):
         question(REPO)
     end.set()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30, "the Hub would drip for minutes"
 
 
-def test_a_long_answer_may_take_long(hasty):
-    """What comes at a usable speed is waited for, however long it is: here longer than 0.3 s."""
+def test_a_long_answer_may_take_long(hasty, monkeypatch):
+    """What comes at a usable speed is waited for, however long it is: here longer than a second."""
+    monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", "1")
+    hub_client.install()
     hasty.commit(REPO, {"large": bytes(200_000)})
-    hasty.faults = [Fault("resolve", spoils="drip", drop=20_000)]
+    hasty.faults = [Fault("resolve", spoils="drip", drop=8_000)]
     got = get_session().get(f"{hasty.endpoint}/{REPO}/resolve/main/large")
     assert len(got.content) == 200_000

@@ -144,33 +144,35 @@ def exponents(*shape: int) -> Tensor:
     return torch.from_numpy(drawn(4).integers(110, 130, shape).astype(np.uint8))
 
 
-ODD = (130, 200)  # blocks of 128 with an edge on both sides
 EIGHT_BITS = {
     "rows": (N, 1),
     "rows in one dimension": (N,),
     "tensor": (1,),
-    "blocks": (2, 2),
     "rows with zeros": (N, 1),
 }
 """What has a scale -> the shape of the scales."""
+BLOCKS = {"blocks of odd sides": (130, 200, 128, 128)}  # an edge on both sides
+for rows, columns in ((64, 64), (1, 128), (128, 8)):
+    BLOCKS[f"blocks of {rows} x {columns}"] = (256, 512, rows, columns)
+"""Rows and columns of a weight, and those that have one scale."""
 
 
 def eight_bits(kind: str, of: str, dtype: torch.dtype) -> Stored:
     """FP8 or INT8."""
-    num_rows, num_columns = ODD if of == "blocks" else (N, K)
+    num_rows, num_columns, rows, columns = BLOCKS.get(of, (N, K, 1, 1))
     codes = drawn().integers(-100, 100, (num_rows, num_columns))
     weight = torch.from_numpy(codes.astype(np.int8))
     if kind == "fp8":
         weight = torch.from_numpy(codes / 8).to(torch.float8_e4m3fn)
-    shape = EIGHT_BITS[of]
+    shape = EIGHT_BITS.get(of, (-(-num_rows // rows), -(-num_columns // columns)))
     if dtype == torch.uint8:
         scale = exponents(*shape)
         factor = np.exp2(scale.numpy().astype(float) - 127)
     else:
         scale = floats(*shape, dtype=dtype)
         factor = exact(scale)
-    if of == "blocks":
-        factor = factor.repeat(128, 0)[:num_rows].repeat(128, 1)[:, :num_columns]
+    if of in BLOCKS:
+        factor = factor.repeat(rows, 0)[:num_rows].repeat(columns, 1)[:, :num_columns]
     parts = {"weight": weight, "weight_scale": scale}
     zeros = np.zeros((num_rows, 1))
     if of == "rows with zeros":
@@ -223,9 +225,9 @@ def forms() -> Iterator[tuple[str, Callable[[], Stored]]]:
         yield name, lambda of=(bits, zero, order): gptq(*of)
     for zero in ("none", "packed"):
         yield f"awq, zeros {zero}", lambda zero=zero: awq(zero)
-    for kind, dtype, of in product(("fp8", "int8"), SCALES, EIGHT_BITS):
+    for kind, dtype, of in product(("fp8", "int8"), SCALES, (*EIGHT_BITS, *BLOCKS)):
         yield f"{kind} {of}, {dtype}", lambda of=(kind, of, dtype): eight_bits(*of)
-    for of in ("blocks", "rows"):
+    for of in ("rows", *BLOCKS):
         yield f"fp8 {of}, E8M0", lambda of=of: eight_bits("fp8", of, torch.uint8)
     for form in ("mxfp4", "nvfp4", "nvfp4_modelopt"):
         yield form, lambda form=form: four_bits(form)

@@ -1,9 +1,6 @@
 """How a weight is stored is read from its tensors' names, dtypes and shapes alone."""
 
-import numpy as np
 import pytest
-import torch
-from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.dialects.given import Fp8Given, read_given
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.stored import stored_weights
@@ -40,27 +37,6 @@ def test_transposed_weights_have_the_shape_of_the_matrix():
 
 def test_a_weight_without_scales_is_of_no_form():
     assert weight_of(qweight=(K, N // 8)).form == "unknown"
-
-
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (1, 128), (128, 8)])
-def test_fp8_is_decoded_by_the_block_that_it_has(block):
-    codes = torch.arange(N * K).remainder(120).to(torch.uint8).view(torch.float8_e4m3fn)
-    parts = {
-        "weight": codes.view(N, K),
-        "weight_scale_inv": torch.rand(N // block[0], K // block[1]),
-    }
-    dtypes = {"weight": "F8_E4M3", "weight_scale_inv": "F32"}
-    entries = []
-    for leaf, part in parts.items():
-        name = HFName(f"m.{leaf}")
-        shape = tuple(part.shape)
-        entry = Entry(name=name, file="x", dtype=dtypes[leaf], shape=shape, start=0, num_bytes=0)
-        entries.append(entry)
-    stored = stored_weights(entries)[0][HFName("m")]
-    found = dequantize(stored.form, parts, shape=stored.shape, block=stored.block)
-    scales = np.kron(parts["weight_scale_inv"].numpy(), np.ones(block, np.float32))
-    values = torch.from_numpy(parts["weight"].float().numpy() * scales)
-    assert torch.equal(found, values.to(torch.bfloat16))
 
 
 def test_a_block_that_no_scale_shows_is_refused():

@@ -148,7 +148,7 @@ def signalled(code: str, folder: Path, number: signal.Signals) -> tuple[int, str
     )
     until((folder / "begun").exists, seconds=600, by=running)
     running.send_signal(number)
-    _, said = running.communicate(timeout=20)
+    _, said = running.communicate(timeout=55)
     return running.returncode, said
 
 

@@ -33,9 +33,8 @@ from keepmtp.validate.measure.cures import switched_on
 from keepmtp.validate.report.best_k import BestK, best_k
 from keepmtp.validate.report.report import refresh
 from processes import MARK, marked, until
-from releases import made_of
 from stub_vllm import stub_vllm
-from written_values import poke
+from written_values import fill, poke
 
 
 class Served:
@@ -126,20 +125,19 @@ def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
         refused(f"serve {folder} --dry-run", says=part, status=1)
 
 
-def test_a_block_with_norms_of_zero_is_not_served(tmp_path):
-    folder = shutil.copytree(GLM, tmp_path / "glm")
-    poke(folder, "model.layers.3.enorm.weight", 0.0)
-    refused(f"serve {folder} --dry-run", says="model.layers.3.enorm.weight: its largest", status=1)
-
-
-@pytest.mark.full
-def test_a_scale_that_is_wrong_is_not_served(tmp_path):
-    """The twin of the values: an infinite global scale, which headers do not show."""
-    folder = made_of("tiny-glm4-moe", tmp_path / "out", scheme="nvfp4a16-fp8")
-    names = open_source(folder).entries
-    name = next(name for name in names if name.endswith("weight_global_scale"))
-    poke(folder, name, float("inf"))
-    refused(f"serve {folder} --dry-run", says=name, status=1)
+@pytest.mark.parametrize(
+    "tensor, value, says",
+    [
+        ("model.layers.3.enorm.weight", 0.0, "its largest"),
+        ("model.layers.1.self_attn.o_proj.weight_global_scale", float("inf"), ""),
+    ],
+)
+def test_a_value_that_breaks_the_model_is_not_served(tensor, value, says, tmp_path):
+    """Headers do not show it."""
+    folder = write(tmp_path / "glm", GOOD["glm nvfp4"]())
+    fill(folder)
+    poke(folder, tensor, value)
+    refused(f"serve {folder} --dry-run", says=f"{tensor}: {says}", status=1)
 
 
 def test_the_users_own_tensor_parallel_size_is_checked(tmp_path):

@@ -45,7 +45,7 @@ def end(tmp_path) -> End:
         process.send_signal(number)
         said = process.communicate(timeout=600)[1]
         assert process.returncode == STATUS[number] and "Traceback" not in said, said
-        none_left(mark, seconds=10)
+        none_left(mark)
         return said
 
     return run

@@ -69,11 +69,19 @@ def test_a_report_without_its_identity_is_not_what_the_results_make(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["a: " + "[" * 20_000, f"a: {'9' * 5000}", "a: 2020-99-99", "a: !!python/tuple [1]"]
+    "text",
+    [
+        "a: " + "[" * 20_000,
+        f"a: {'9' * 5000}",
+        "a: 2020-99-99",
+        "a: !!python/tuple [1]",
+        "- a",
+        "ÿ",
+    ],
 )
 def test_front_matter_that_is_no_yaml_is_refused(text, tmp_path):
-    (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
-    with pytest.raises(CheckpointError, match="front matter must be a YAML mapping"):
+    (tmp_path / "README.md").write_text(f"---\n{text}\n---\n", "latin1")
+    with pytest.raises(CheckpointError, match=r"README\.md: front matter must be a YAML mapping"):
         read_front_matter(tmp_path)
 
 

@@ -64,8 +64,19 @@ def refusal(out: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
+def held(out: Path) -> Path:
+    """The file by which a run that is held says so; it goes on when the file is gone."""
+    return out.with_name(f"{out.name}.held")
+
+
 def quantize_into(
-    source: Path, out: Path, recipe: str, *, at: float = 0.0, pause: float = 0.0
+    source: Path,
+    out: Path,
+    recipe: str,
+    *,
+    at: float = 0.0,
+    pause: float = 0.0,
+    hold: int | None = None,
 ) -> None:
     """In a process of its own: the whole run, with small shards; a refusal goes to <out>.refusal.
 
@@ -75,20 +86,31 @@ def quantize_into(
         recipe: its name, such as MODEL.fp8, or its file.
         at: when to begin, by the clock on the wall, so that two start together.
         pause: seconds to wait after each unit.
+        hold: when so many shards are whole, it is held; None: never.
     """
     import torch
+    from keepmtp.checkpoints.files import partial_path
     from keepmtp.checkpoints.source import open_source
     from keepmtp.pipeline import plan_before_measuring, quantize
     from keepmtp.quantize.run.progress import RunProgress
     from keepmtp.recipes.errors import KeepMTPError
     from keepmtp.recipes.find import find_recipe
 
+    def wait(_: object) -> None:
+        time.sleep(pause)
+        nonlocal hold
+        if hold is not None and len([*partial_path(out).glob("*.safetensors")]) >= hold:
+            hold = None
+            held(out).touch()
+        while held(out).exists():
+            time.sleep(0.005)
+
     torch.set_num_threads(1)
     decided, text = find_recipe(recipe)
     time.sleep(max(0.0, at - time.time()))
     try:
         plan = plan_before_measuring(decided, open_source(source), shard_bytes=SHARD_BYTES)
-        progress = RunProgress(packing=lambda _: nullcontext(lambda _: time.sleep(pause)))
+        progress = RunProgress(packing=lambda _: nullcontext(wait))
         quantize(plan, text, out=out, threads=2, progress=progress)
     except KeepMTPError as error:
         out.with_name(f"{out.name}.refusal").write_text(str(error))

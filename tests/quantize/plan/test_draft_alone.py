@@ -2,7 +2,6 @@
 written.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -18,12 +17,9 @@ from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.draft_alone import draft_as_written, recipe_of_draft
 from keepmtp.quantize.plan.plan import make_plan
-from keepmtp.quantize.write.output import claim
-from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import GateError, RecipeError
 from keepmtp.recipes.schema import validated
 from keepmtp.validate.check.check import check
-from outputs import digests
 from real_vllm import GLM
 from safetensors.torch import load_file, save_file
 from written_values import tensors_of
@@ -200,13 +196,3 @@ def test_of_a_repository_with_the_block_of_another(tmp_path, monkeypatch, hub_at
     wanted, text = plan_for(str(GLM), draft_for=str(GLM))
     quantize(wanted, text, out=tmp_path / "wanted")
     assert tensors_of(tmp_path / "draft") == tensors_of(tmp_path / "wanted")
-
-
-def test_a_killed_run_has_the_same_bytes(tmp_path):
-    plan, text = plan_for(str(GLM), draft_for=str(GLM), mtp="bf16")
-    quantize(plan, text, out=tmp_path / "whole")
-    with claim(plan, tmp_path / "out") as partial:
-        write_shards(plan, partial, threads=1)
-        os.truncate(partial / plan.shards[0].file, 1000)
-    quantize(plan, text, out=tmp_path / "out")
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")

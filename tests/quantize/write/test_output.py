@@ -11,6 +11,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from logging import LogRecord
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import outputs
@@ -65,20 +66,21 @@ def shard_of(source: Path) -> Path:
     return source / json_of(source / "model.safetensors.index.json")["weight_map"][TENSOR]
 
 
-def wait(process, out: Path, num_shards: int) -> None:
-    """Until the run has begun, and so many shards are whole."""
-    partial = partial_path(out)
-    while not partial.is_dir() or len(list(partial.glob("*.safetensors"))) < num_shards:
+def held_after(source: Path, out: Path, num_shards: int) -> ForkServerProcess:
+    """Start a run that is held when that many shards are whole."""
+    process = start(source, out, ONE, hold=num_shards)
+    while not outputs.held(out).exists():
         assert process.is_alive(), outputs.refusal(out)
         time.sleep(0.001)
+    return process
 
 
 def killed_after(source: Path, out: Path, num_shards: int) -> None:
     """Start a run and kill it when that many shards are whole."""
-    process = start(source, out, ONE, pause=0.005)
-    wait(process, out, num_shards)
+    process = held_after(source, out, num_shards)
     process.kill()
     process.join()
+    outputs.held(out).unlink()
     assert not out.exists()
 
 
@@ -144,9 +146,9 @@ def test_a_source_that_is_overwritten_during_the_run_is_found(
     gives.
     """
     out = tmp_path / "out"
-    process = start(source, out, ONE, pause=0.01)
-    wait(process, out, num_done)
+    process = held_after(source, out, num_done)
     overwrite(shard_of(source), TENSOR, keep_times=keep_times)
+    outputs.held(out).unlink()
     assert end(process) == 2 and not out.exists()
     said = outputs.refusal(out)
     for words in ("must not change during a run", shard_of(source).name, "the same command again"):

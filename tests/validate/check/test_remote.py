@@ -143,7 +143,7 @@ def test_ctrl_c_ends_the_command_while_it_waits_for_a_range(hub, folder, tmp_pat
     try:
         assert asked.wait(60)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

@@ -50,7 +50,7 @@ def test_a_front_end_that_is_killed_is_not_believed(vllm, tmp_path):
         start = time.monotonic()
         with pytest.raises(ServerFailed, match="ended by SIGKILL"):
             server.complete("1 + 1?", max_tokens=4)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
 
 
 def test_the_innermost_error_is_quoted(tmp_path):

@@ -42,10 +42,10 @@ pytestmark = [
 ]
 
 REPO = "org/tiny-glm4-moe-MTP"
-SECONDS = 0.4
-"""How long the Hub may be silent in these tests."""
-LONGEST_SECONDS = 8
-"""After which a command hangs."""
+SILENT = {"silent", "drips", "headers drip"}
+"""Faults for which the Hub may be silent for a moment only, and a command hangs soon. A right answer
+may take a busy machine long.
+"""
 SHARD = "model-00001-of-00005.safetensors"
 _OURS = rf"/api/models/{REPO}"
 
@@ -143,10 +143,10 @@ def put(case: Case, step: str, **given: Any) -> None:
     case.hub.faults = [Fault(to, skip=skip, **given)]
 
 
-def run(case: Case, parcel: Parcel) -> Ended:
-    """Run the command, and let go what is held."""
+def run(case: Case, parcel: Parcel, seconds: float = 60) -> Ended:
+    """Run the command, so long at most, and let go what is held."""
     try:
-        return forked(lambda: publish(parcel), seconds=LONGEST_SECONDS, watch=case.pids.append)
+        return forked(lambda: publish(parcel), seconds=seconds, watch=case.pids.append)
     finally:
         case.pids.clear()
         case.end.set()
@@ -226,7 +226,7 @@ def case(other, hub_at, tmp_path, monkeypatch) -> Iterator[Case]:
     for name, value in {
         "HF_TOKEN": TOKEN,
         "HF_HOME": str(tmp_path / "home"),
-        "KEEPMTP_HUB_TIMEOUT": str(SECONDS),
+        "KEEPMTP_HUB_TIMEOUT": "60",
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
@@ -264,9 +264,13 @@ def published(case: Case, parcel: Parcel, *, code: int = 0, says: str = "") -> E
 @pytest.mark.parametrize(
     "step, fault", CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME
 )
-def test_a_fault_ends_well(case, other, parcel, contents, step, fault):
+def test_a_fault_ends_well(case, other, parcel, contents, step, fault, monkeypatch):
     spoil(case, step, fault)
-    ended = run(case, parcel)
+    seconds = 60
+    if fault in SILENT:
+        monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", "0.4")
+        seconds = 8
+    ended = run(case, parcel, seconds)
     wrong = list(complaints(case, ended, step, fault, contents))
     assert not other.authorizations, "the token is for the Hub alone"
     assert not wrong, (wrong, ended)
@@ -294,12 +298,11 @@ def test_the_next_run_goes_on(case, parcel, contents, step, fault):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_does_not_wait_for_a_shard(case, parcel, number, monkeypatch):
+def test_a_stop_does_not_wait_for_a_shard(case, parcel, number):
     """The Hub takes the shards and says nothing, for a minute; the command ends at once."""
-    monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", "60")
     case.hub.faults = [Fault("PUT /lfs/", times=99, before=case.signal(number), hold=case.end)]
     ended = run(case, parcel)
-    assert ended.code == 128 + number and not ended.hung and ended.seconds < 6, ended
+    assert ended.code == 128 + number and not ended.hung and ended.seconds < 30, ended
     assert "The same command goes on where this one stopped" in ended.err
     assert len(case.hub.repos[REPO].commits) == 1
 

@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import cards
@@ -29,21 +28,13 @@ from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.upload import prepare
 from keepmtp.validate.report import card
 from keepmtp.validate.report.report import refresh
+from processes import until
 from written_values import poke
 
 REPO = "org/tiny-glm4-moe-MTP"
 SHARD = "model-00001-of-00005.safetensors"
 # httpx's word on how huggingface_hub 1.33 calls it to send a file.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A command that has ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +85,7 @@ def words(folder: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "keepmtp", "publish", str(folder), "--repo", REPO, *more]
 
 
-def publish(hub: Hub, folder: Path, *more: str, **env: str) -> Ended:
+def publish(hub: Hub, folder: Path, *more: str, **env: str) -> CompletedProcess[str]:
     """The real command, in a process of its own."""
     done = captured(
         words(folder, *more),
@@ -104,11 +95,11 @@ def publish(hub: Hub, folder: Path, *more: str, **env: str) -> Ended:
         status=0,
     )
     assert TOKEN not in done.stdout + done.stderr, done.stderr
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return done
 
 
 @pytest.fixture
-def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Ended]:
+def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Any]:
     """The same command in this process, which is quicker where it is not the process that is
     tested.
     """
@@ -117,8 +108,8 @@ def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Ende
 
     def run_here(
         *more: str, code: int = 0, says: str = "", token: str = TOKEN, repo: str = REPO
-    ) -> Ended:
-        """Its exit status is `code`, and it says that."""
+    ) -> Any:
+        """What it printed; its exit status is `code`, and it says that."""
         for name, value in {"HF_TOKEN": token, "HF_HOME": str(folder.parent / "home")}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(
@@ -129,8 +120,8 @@ def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Ende
             main.main()
         told = capsys.readouterr()
         assert not any(each and each in told.out + told.err for each in (TOKEN, token))
-        done = Ended(int(ended.value.code or 0), told.out, " ".join(told.err.split()))
-        assert done.code == code and says in done.err, done
+        done = told._replace(err=" ".join(told.err.split()))
+        assert (ended.value.code or 0) == code and says in done.err, done
         return done
 
     return run_here
@@ -250,8 +241,7 @@ def test_a_draft_of_its_own_is_published(hub, tmp_path):
     """Whole, or not at all: without a server's evidence, or where it has changed since."""
     folder = cards.draft(tmp_path / "draft")
     card.build(folder)
-    done = publish(hub, folder)
-    assert done.code == 0, done.err
+    publish(hub, folder)
     whole(hub, folder)
     text = hub.files(REPO)["README.md"].decode()
     assert f'"model":"{REPO}"' in text and "vllm serve tiny-glm4-moe" in text
@@ -435,7 +425,7 @@ def test_xet_sends_the_same_bytes(hub, folder):
 
     hub.faults = [Fault("POST .*/commit/", before=arrive)]
     ended = publish(hub, folder, "--json", "--public", "--yes", HF_HUB_DISABLE_XET="0")
-    assert json.loads(ended.out)["private"] is False
+    assert json.loads(ended.stdout)["private"] is False
     assert any("/xet-write-token/" in line for line in hub.requests) and not put(
         hub, folder / SHARD
     )
@@ -455,8 +445,8 @@ def test_faults_that_pass_lose_nothing(hub, folder):
     hub.faults = [Fault(**row) for row in table("validate/publish/test_upload")["PASSING"]]
     ended = publish(hub, folder, "--json")
     assert not any(fault.times for fault in hub.faults), "every fault has happened"
-    assert "429: sent with Bearer <token>; trying again in 1 s" in ended.err
-    told = json.loads(ended.out)
+    assert "429: sent with Bearer <token>; trying again in 1 s" in ended.stderr
+    told = json.loads(ended.stdout)
     assert (
         told["url"] == f"{hub.endpoint}/{REPO}"
         and told["private"] is True
@@ -488,7 +478,8 @@ def test_a_run_that_is_killed_continues(hub, folder):
         lambda: (
             put(hub, shard) >= 200_000
             and all((hub.folder / file_sha256(path)).exists() for path in others)
-        )
+        ),
+        seconds=120,
     )
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -505,13 +496,6 @@ def test_a_run_that_is_killed_continues(hub, folder):
     )
     assert put(hub, shard) - before == shard.stat().st_size
     whole(hub, folder)
-
-
-def until(happens: Callable[[], bool], *, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, "it never happens"
-        time.sleep(0.05)
 
 
 # --- Going public, and looking only ---------------------------------------------------------------

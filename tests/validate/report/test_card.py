@@ -694,19 +694,6 @@ def test_a_model_that_sees_has_another_task():
     assert metadata_of(seeing, {}, where="x") == Metadata(pipeline_tag="image-text-to-text")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "---\n- a\n---\n",
-        "ÿ",
-    ],
-)
-def test_a_front_matter_that_is_no_mapping_is_refused(text, tmp_path):
-    (tmp_path / "README.md").write_bytes(text.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"README\.md: front matter must be a YAML mapping"):
-        read_front_matter(tmp_path)
-
-
 def test_a_plain_checkpoint_has_tags_of_no_scheme(made):
     tags = yaml.safe_load(front_matter(facts(made, reports.bare(), groups=())))["tags"]
     assert tags == [reports.bare().facts.dialect, "mtp", "speculative-decoding", "vllm", "keepmtp"]

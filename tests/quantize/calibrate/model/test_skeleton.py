@@ -5,11 +5,11 @@ layer's files, read while this one computes.
 import os
 import re
 import threading
-import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import releases
@@ -220,18 +220,19 @@ def test_a_shard_that_ends_early_is_named_when_its_layer_begins(tmp_path):
 def test_an_end_in_the_middle_waits_for_no_more_than_a_piece(tmp_path, monkeypatch):
     plan = planned(tmp_path / "source")
     calls = []
-    begun = threading.Event()
+    begun, stop = threading.Event(), threading.Event()
 
     def read(*_args: object, **_words: object) -> None:
         calls.append(1)
         begun.set()
-        time.sleep(0.2)
+        stop.wait(60)
 
     monkeypatch.setattr(module, "read", read)
+    monkeypatch.setattr(module, "threading", SimpleNamespace(Event=lambda: stop))
     with (
         pytest.raises(KeyboardInterrupt),
         reading_ahead(plan, Skeleton(plan, device=CPU).tensors_of(1)),
     ):
-        assert begun.wait(10)
+        assert begun.wait(60)
         raise KeyboardInterrupt
     assert len(calls) == 1
