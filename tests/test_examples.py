@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import KEEPMTP, ROOT, captured, keepmtp
+from commands import GLM, KEEPMTP, ROOT, captured, keepmtp
 from data_files import json_of
 from hub import serving
-from real_vllm import GLM
 from written_values import fine_tune
 
 EXAMPLES = ROOT / "examples"

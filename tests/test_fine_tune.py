@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from commands import ROOT, keepmtp, ran
+from commands import GLM, ROOT, keepmtp, ran
 from keepmtp.checkpoints.mtp_source import has_mtp
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.options import ServeOptions
 from keepmtp.cli.session import Session
-from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from written_values import fine_tune
 
 # What is added to a line so that it ends in minutes: 400 short questions are enough for the gates.

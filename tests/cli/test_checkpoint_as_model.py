@@ -6,21 +6,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import ROOT, assert_shows, ran
+from commands import GLM, assert_shows, ran
 from data_files import cases, json_of
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.plan.checkpoint_as_model import ModelWord, model_name, model_word
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from safetensors.torch import load_file, save_file
 
-TINY = ROOT / "models" / "tiny-glm4-moe"
-
 
 @pytest.fixture(scope="module")
 def fine_tune(tmp_path_factory) -> Path:
     """The shipped tiny model with other weights, under another name."""
     folder = tmp_path_factory.mktemp("tuned") / "My Tune-v1.2"
-    shutil.copytree(TINY, folder)
+    shutil.copytree(GLM, folder)
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         for value in tensors.values():

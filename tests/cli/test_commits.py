@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import yaml
-from commands import ROOT, keepmtp, refused
+from commands import GLM, ROOT, keepmtp, refused
 from data_files import json_of
 from hub import serving
 from killed import small_recipe
@@ -15,7 +15,7 @@ def hub(tmp_path_factory):
     rows = tmp_path_factory.mktemp("rows")
     shutil.copy(ROOT / "models" / "problems.jsonl", rows)
     with serving(tmp_path_factory.mktemp("hub")) as hub:
-        model = hub.mirror("org/model", ROOT / "models" / "tiny-glm4-moe")
+        model = hub.mirror("org/model", GLM)
         yield hub.endpoint, model, hub.mirror("datasets/org/data", rows)
 
 

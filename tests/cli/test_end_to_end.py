@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import IN_F32, ROOT, captured
+from commands import GLM, IN_F32, captured
 from data_files import json_of
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
@@ -172,7 +172,7 @@ def test_every_scheme_and_policy_passes_its_check(scheme, mtp, tmp_path_factory)
     """`--scheme S --mtp P`: written, checked clean, and what was packed decompresses within its
     scheme's error.
     """
-    folder = str(ROOT / "models" / "tiny-glm4-moe")
+    folder = str(GLM)
     plan, out = make(folder, tmp_path_factory, scheme=scheme, mtp=mtp)
     within_the_schemes_error(plan, out)
     glue = next(tensor for tensor in plan.tensors if tensor.name.endswith("eh_proj.weight"))

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import KEEPMTP, ROOT, captured, keepmtp, ran, refused
+from commands import GLM, KEEPMTP, captured, keepmtp, ran, refused
 from keepmtp.cli.exits import refusal_of
 from keepmtp.cli.options import chosen_gpus
 from processes import until
 
-MODEL = str(ROOT / "models" / "tiny-glm4-moe")
+MODEL = str(GLM)
 RUN = "from keepmtp.cli import exits\nexits.run({command}, how_to_go_on='Do it again')\n"
 
 # `keepmtp quantize`, with something else in the place of its plan.

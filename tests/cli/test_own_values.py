@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import ROOT, keepmtp
+from commands import GLM, keepmtp
 from data_files import cases
 from keepmtp import api
 from keepmtp.checkpoints.files import partial_path
@@ -21,7 +21,7 @@ MTP = "model.layers.3"
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    return shutil.copytree(ROOT / "models" / "tiny-glm4-moe", tmp_path / "source")
+    return shutil.copytree(GLM, tmp_path / "source")
 
 
 @cases

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
-from commands import ROOT
+from commands import GLM
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.progress import (
     Paced,
@@ -207,7 +207,7 @@ def test_a_log_of_packing_and_of_hashing(screen):
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_download_is_shown_in_our_manner_alone(is_terminal, serve_hub, capfd, screen):
     """The Hub's own client, over the loopback Hub."""
-    serve_hub(ROOT / "models" / "tiny-glm4-moe")
+    serve_hub(GLM)
     screen = screen(is_terminal=is_terminal)
     assert downloaded(open_source("org/model")).folder is not None
     assert capfd.readouterr().err == "" and "Fetching" not in screen.text

@@ -8,7 +8,7 @@ from pathlib import Path
 import measured
 import pytest
 from checkpoint_files import write
-from commands import ROOT
+from commands import GLM
 from data_files import json_of, put_json, table
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.files import write_whole
@@ -139,7 +139,7 @@ def test_a_tokenizers_file_of_other_bytes_is_asked_for_its_template(content, tmp
 
 def test_a_folders_name_moves_no_cursor(tmp_path, capsys):
     folder = tmp_path / "\x1b[31m\u202ea\rb"
-    shutil.copytree(ROOT / "models" / "tiny-glm4-moe", folder)
+    shutil.copytree(GLM, folder)
     serving.print_command(
         open_source(folder), BestK(k=1, why="as you say"), (), host="::", port="1", as_json=False
     )

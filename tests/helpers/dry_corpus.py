@@ -33,7 +33,7 @@ from checkpoint_files import (
     tensor,
     write,
 )
-from commands import ROOT
+from commands import GLM
 from foreign_form import LINEAR_ONLY, in_hf_quant_config, modelopt
 from good import ours, outputs_of, qwen_fp8, released
 from good_checkpoints import GOOD
@@ -134,7 +134,7 @@ def _mixed(format: Format) -> Checkpoint:
         "format": format, "backbone": "auto", "mtp": "auto", "budget": "16 bits",
         "backbone_auto": {"candidates": ["NVFP4", "FP8_BLOCK", "bf16"]},
     }  # fmt: skip
-    choices = choices_of(Recipe.model_validate(recipe), open_source(ROOT / "models/tiny-glm4-moe"))
+    choices = choices_of(Recipe.model_validate(recipe), open_source(GLM))
     turns = {}
     for turn, unit in enumerate(choices.units):
         turns[unit.name] = unit.options[turn % len(unit.options)].word

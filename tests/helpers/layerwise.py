@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from commands import GLM, ROOT
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from keepmtp.quantize.calibrate.layers.forwards import calibrating
@@ -25,8 +26,8 @@ from passes import plan_over
 from torch import Tensor, nn
 from writing import weights_of
 
-MODELS = Path(__file__).parents[2] / "models"
-GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
+MODELS = ROOT / "models"
+QWEN = MODELS / "tiny-qwen3_5"
 both_models = pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
 # What the recipes of these families keep in BF16.
 KEPT = ("mlp.gate", "in_proj_a", "in_proj_b")

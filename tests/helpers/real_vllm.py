@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-GLM, QWEN = ROOT / "models" / "tiny-glm4-moe", ROOT / "models" / "tiny-qwen3_5"
+QWEN = ROOT / "models" / "tiny-qwen3_5"
 PLUGIN = ROOT / "validate" / "measure" / "plugin"
 HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 # For `vllm serve`: the engine computes by itself, without a worker that it sends each step to: half

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from commands import GLM
 from data_files import table
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import Source, open_source
@@ -33,7 +34,7 @@ from keepmtp.validate.report.report import assemble
 from pydantic import BaseModel
 from stations import bench_fact, cell, closeness
 
-MODEL = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
+MODEL = GLM
 AT = "2030-01-02 03:04:05 UTC"
 VLLM = "0.32.0"
 LIMITS = Gates(min_acceptance=0.9)

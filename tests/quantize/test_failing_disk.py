@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import ROOT, captured
+from commands import GLM, ROOT, captured
 from f32_products import multiply_in_f32
 from keepmtp import api
 from keepmtp.checkpoints import files
@@ -32,7 +32,6 @@ from keepmtp.checkpoints.files import unwritable
 from keepmtp.cli.exits import foreseen, refusal_of
 from keepmtp.recipes.errors import KeepMTPError
 
-MODEL = ROOT / "models" / "tiny-glm4-moe"
 STATIONS = {
     "states": r"states/00002\.partial",
     "statistics": r"\.calibration/statistics$|layer-00001\.safetensors",
@@ -108,7 +107,7 @@ def main(folder: Path, number: int) -> None:
     torch.set_num_threads(1)
     multiply_in_f32()
     os.chdir(ROOT)
-    plan = api.plan("tiny-glm4-moe.nvfp4-mtp-nvfp4", source=str(MODEL))
+    plan = api.plan("tiny-glm4-moe.nvfp4-mtp-nvfp4", source=str(GLM))
     whole = api.quantize(plan, folder / "whole").out
     if not number:
         folder = folder / "disk"

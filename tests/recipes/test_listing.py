@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from commands import captured
+from commands import ROOT, captured
 from keepmtp.recipes.model_file import listed, model_files
 from releases import shipped_recipes
 
@@ -39,14 +39,13 @@ def listed_without(files: tuple[str, ...], folder: Path) -> set[str]:
     """The recipes of small models that a copy of the package lists where these files of models/ are
     missing.
     """
-    root = Path(__file__).parent.parent.parent
     package = folder / "keepmtp"
     for part in ("recipes", "cli", "models"):
         shutil.copytree(
-            root / part, package / part, ignore=shutil.ignore_patterns("train", "__pycache__")
+            ROOT / part, package / part, ignore=shutil.ignore_patterns("train", "__pycache__")
         )
     for file in ("__init__.py", "__main__.py"):
-        shutil.copy(root / file, package / file)
+        shutil.copy(ROOT / file, package / file)
     for name in files:
         path = package / "models" / name
         if path.is_dir():

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import releases
 import yaml
+from commands import ROOT
 from data_files import table
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import Plan, make_plan
@@ -283,7 +284,7 @@ def test_shipped_recipe_fits_its_model(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("tiny-")])
 def test_shipped_recipe_fits_the_model_that_ships_with_it(name):
     recipe, _ = find_recipe(name)
-    folder = Path(__file__).parent.parent.parent / recipe.source
+    folder = ROOT / recipe.source
     if not (folder / "config.json").is_file():
         pytest.skip(f"{recipe.source} is not in this checkout")
     source = open_source(folder)
@@ -296,7 +297,7 @@ def test_shipped_recipe_fits_the_model_that_ships_with_it(name):
 
 def test_the_rows_of_the_small_models_are_what_their_generator_writes(tmp_path, monkeypatch):
     """And what they are evaluated on is nothing that they were trained or calibrated on."""
-    models = Path(__file__).parent.parent.parent / "models"
+    models = ROOT / "models"
     if not (models / "train" / "problems.py").is_file():
         pytest.skip("models/train is not in this checkout")
     monkeypatch.syspath_prepend(str(models / "train"))

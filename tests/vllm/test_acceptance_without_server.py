@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import written_values
+from commands import GLM
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
 from keepmtp.quantize.plan.plan import Plan, make_plan
@@ -17,7 +18,7 @@ from keepmtp.recipes.schema import Recipe
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.server import server_environment
 from passes import END, as_calibrated, finished, laid_out, plan_over, prompts
-from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, NO_AVX512, PLUGIN, QWEN, in_vllm
+from real_vllm import HAS_AVX512, NEEDS_VLLM, NO_AVX512, PLUGIN, QWEN, in_vllm
 
 ASKED = prompts(60)
 TOLERANCE = 0.03

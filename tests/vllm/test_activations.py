@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from commands import GLM
 from keepmtp.quantize.calibrate.layers.activations import (
     fp8_groups,
     fp8_tensor,
@@ -16,7 +17,7 @@ from keepmtp.quantize.calibrate.layers.activations import (
 from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from layerwise import Skeleton
-from real_vllm import GLM, computed
+from real_vllm import computed
 
 pytestmark = pytest.mark.vllm
 

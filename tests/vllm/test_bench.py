@@ -15,12 +15,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from commands import KEEPMTP, ROOT
+from commands import GLM, KEEPMTP, ROOT
 from data_files import json_of
 from keepmtp.validate.measure.store import BenchHeader, read_lines
 from keepmtp.validate.report.report import verify
 from processes import MARK, marked, none_left, says, until
-from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from stub_vllm import stub_vllm
 from wheel import stranger
 

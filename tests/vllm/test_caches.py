@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import releases
-from commands import ROOT, captured
+from commands import GLM, ROOT, captured
 from keepmtp.quantize.needs.kv_cache import kv_bytes
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.facts.dry_load import GPU
-from real_vllm import GLM, NEEDS_VLLM, PLUGIN, QUIET, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, PLUGIN, QUIET, VLLM_PYTHON
 
 pytestmark = NEEDS_VLLM
 # Every kind of attention that is counted, at full size: grouped-query; latent, also two of them in a layer and with

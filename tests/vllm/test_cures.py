@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import captured
+from commands import GLM, captured
 from data_files import json_of, put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.mtp.mtp_block import draft_steps
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure import cures
 from keepmtp.validate.measure.server import server_environment, serving
-from real_vllm import GLM, NEEDS_VLLM, PLUGIN, QUIET, VLLM_PYTHON, in_vllm
+from real_vllm import NEEDS_VLLM, PLUGIN, QUIET, VLLM_PYTHON, in_vllm
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from wheel import UV, stranger

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import pytest
 import written_values
-from commands import KEEPMTP, ROOT, captured
+from commands import GLM, KEEPMTP, ROOT, captured
 from data_files import json_of, put_json, put_lines
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -32,7 +32,7 @@ from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.measure.tasks import Tasks
 from keepmtp.validate.report.report import verify
 from processes import MARK, marked, none_left
-from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source, measure
+from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source, measure
 from releases import made_of
 from task_rows import TASK_ROWS
 from wheel import stranger

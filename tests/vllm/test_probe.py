@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import GLM
 from data_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -21,7 +22,7 @@ from keepmtp.validate.measure import lossless
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import AcceptanceStation, Check, ServeCheck
 from keepmtp.validate.report.gates import judge
-from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, NO_AVX512, UNIPROC, measure
+from real_vllm import HAS_AVX512, NEEDS_VLLM, NO_AVX512, UNIPROC, measure
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from checkpoint_files import write
-from commands import free_port, keepmtp, started
+from commands import GLM, free_port, keepmtp, started
 from good import ours, outputs_of, released
 from keepmtp import api
 from keepmtp.pipeline import plan_for
@@ -23,7 +23,7 @@ from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.texts import PROMPTS
 from keepmtp.validate.publish.upload import prepare
 from processes import until
-from real_vllm import GLM, NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON, answers_of_source
+from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON, answers_of_source
 from safetensors.torch import load_file, save_file
 from wheel import stranger
 

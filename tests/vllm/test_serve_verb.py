@@ -7,10 +7,10 @@ from uuid import uuid4
 
 import httpx
 import pytest
-from commands import free_port, started
+from commands import GLM, free_port, started
 from keepmtp.validate.measure.texts import PROMPTS
 from processes import MARK, none_left, until
-from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, VLLM_PYTHON
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.full]
 

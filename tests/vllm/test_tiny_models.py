@@ -6,10 +6,10 @@ checkpoints in turn.
 """
 
 import pytest
-from commands import ROOT
+from commands import GLM, ROOT
 from keepmtp.validate.check.check import examine
 from readme import ACCEPTED
-from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, QWEN, asked_values, in_vllm
+from real_vllm import HAS_AVX512, NEEDS_VLLM, QWEN, asked_values, in_vllm
 from releases import made_of
 from written_values import broken
 

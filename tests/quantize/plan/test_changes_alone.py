@@ -5,7 +5,7 @@ whole run.
 from pathlib import Path
 
 import pytest
-from commands import ROOT, keepmtp, ran
+from commands import GLM, keepmtp, ran
 from data_files import json_of
 from hub import Hub, serving
 from keepmtp.checkpoints.source import INDEX
@@ -15,7 +15,6 @@ from keepmtp.recipes.errors import GateError, RecipeError
 from outputs import digests
 from written_values import poke
 
-TINY = ROOT / "models" / "tiny-glm4-moe"
 REPO = "org/finished"
 BACKBONE = "model-00001-of-00002.safetensors"
 
@@ -23,7 +22,7 @@ BACKBONE = "model-00001-of-00002.safetensors"
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "glm"
-    quantize(*plan_for(str(TINY), scheme="nvfp4a16-fp8"), out=out)
+    quantize(*plan_for(str(GLM), scheme="nvfp4a16-fp8"), out=out)
     return out
 
 
@@ -102,7 +101,7 @@ def test_a_run_with_text_needs_the_whole(changes, says, hub):
 def test_a_folder_and_a_release_have_no_changes_to_propose(finished):
     for model, choices in (
         (finished, {"changes": ["mtp=bf16"]}),
-        (TINY, {"scheme": "fp8-dynamic"}),
+        (GLM, {"scheme": "fp8-dynamic"}),
     ):
         with pytest.raises(RecipeError, match="is for a checkpoint of the Hub of which all stays"):
             plan_for(str(model), changed_only=True, **choices)

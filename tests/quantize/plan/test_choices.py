@@ -7,6 +7,7 @@ import re
 from itertools import product
 
 import pytest
+from commands import GLM
 from data_files import put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
@@ -22,7 +23,6 @@ from passes import ROOT
 from releases import source_layout, write_checkpoint
 from typer.testing import CliRunner
 
-GLM = ROOT / "models" / "tiny-glm4-moe"
 WORDS = ["NVFP4", "FP8_DYNAMIC", "bf16"]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoint_files import write, write_single
-from commands import ran
+from commands import GLM, ran
 from data_files import json_of
 from good import ours, released
 from hub import serving
@@ -20,7 +20,6 @@ from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import GateError, RecipeError
 from keepmtp.recipes.schema import validated
 from keepmtp.validate.check.check import check
-from real_vllm import GLM
 from safetensors.torch import load_file, save_file
 from written_values import tensors_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import write
-from commands import ROOT, ran
+from commands import GLM, ran
 from data_files import json_of, put_json, table
 from good import cached, llmcompressor, ours, outputs_of, released
 from keepmtp.pipeline import plan_for, quantize
@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from written_values import fill, tensors_of
 
-TINY = ROOT / "models" / "tiny-glm4-moe"
 REFUSED = table("quantize/plan/test_finished")["refused"]
 
 
@@ -32,7 +31,7 @@ def finished(tmp_path_factory) -> dict[str, Path]:
     """One model, quantized, in each format."""
     home = tmp_path_factory.mktemp("finished")
     first = home / "compressed-tensors"
-    quantize(*plan_for(str(TINY), scheme="nvfp4a16-fp8"), out=first)
+    quantize(*plan_for(str(GLM), scheme="nvfp4a16-fp8"), out=first)
     other = home / "modelopt"
     quantize(*plan_for(str(first), changes=["format=modelopt"]), out=other)
     return {"compressed-tensors": first, "modelopt": other}
@@ -93,7 +92,7 @@ def test_scales_that_another_format_names_as_the_release_does_are_found(tmp_path
 
 def test_of_a_release_too(tmp_path):
     """Its plain shards are links; what else a server has of it is what it was."""
-    shutil.copytree(TINY, tmp_path / "first")
+    shutil.copytree(GLM, tmp_path / "first")
     out = tmp_path / "out"
     made = planned(tmp_path / "first", "mtp=FP8_DYNAMIC")
     quantize(made, "", out=out)
@@ -101,7 +100,7 @@ def test_of_a_release_too(tmp_path):
     shards = {path.name for path in out.glob("*.safetensors")}
     assert linked(tmp_path / "first", out) == shards - new and new < shards
     assert check(out).findings == ()
-    old = tensors_of(TINY)
+    old = tensors_of(GLM)
     changed = {name for name, value in tensors_of(out).items() if value != old.get(name)}
     assert changed and all(name.startswith("model.layers.3.") for name in changed)
 

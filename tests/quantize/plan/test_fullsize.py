@@ -84,6 +84,7 @@ def test_release_and_result_check_green(plan, tmp_path):
     assert report.facts.num_tensors == FULL_SIZE[plan.recipe.name][1]
 
 
+@pytest.mark.few(2)
 def test_what_deepseek_v4_lacks_is_added(plan):
     added = {tensor.name: tensor.inputs for tensor in plan.tensors if tensor.fate == "add"}
     expected = {}

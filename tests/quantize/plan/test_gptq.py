@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import ROOT
+from commands import GLM
 from data_files import json_of, put_json
 from foreign_form import SAID
 from keepmtp.checkpoints.source import INDEX
@@ -16,7 +16,6 @@ from keepmtp.validate.check.check import check
 from safetensors.torch import load_file, save_file
 from written_values import tensors_of
 
-TINY = ROOT / "models" / "tiny-glm4-moe"
 LEFT = r"model\.layers\.3\."
 TOOLS = {
     "gptq": SAID["gptq"] | {"dynamic": {f"-:^{LEFT}": {}}},
@@ -66,7 +65,7 @@ def tool(request) -> str:
 @pytest.fixture(scope="module")
 def ours(tool, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("ours") / tool
-    quantize(*plan_for(str(TINY), scheme=SCHEMES[tool], mtp="bf16"), out=out)
+    quantize(*plan_for(str(GLM), scheme=SCHEMES[tool], mtp="bf16"), out=out)
     return out
 
 

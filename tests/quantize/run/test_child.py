@@ -8,7 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from commands import ROOT, captured
+from commands import GLM, ROOT, captured
 from keepmtp.quantize.run.child import Child, answer, environment
 from processes import MARK, marked, none_left, only_child, outright, until
 
@@ -140,7 +140,7 @@ def test_nothing_of_the_current_folder_is_run(monkeypatch, tmp_path):
         (folder / name).chmod(0o755)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("VLLM_PYTHON", str(VLLM_PYTHON))
-    model = str(ROOT / "models" / "tiny-glm4-moe")
+    model = str(GLM)
     captured([KEEPMTP, "check", model, "--gpu", "sm90"], cwd=folder, status=0)
     monkeypatch.delenv("VLLM_PYTHON")
     captured([KEEPMTP, "doctor"], cwd=folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import changed, lose, write
-from commands import keepmtp, keepmtp_without, ran, refused
+from commands import ROOT, keepmtp, keepmtp_without, ran, refused
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.pack.pack import pack
@@ -31,7 +31,7 @@ from keepmtp.validate.facts.findings import commands
 from releases import made_of
 from written_values import fill, opened, poke
 
-MODELS = Path(__file__).parents[3] / "models"
+MODELS = ROOT / "models"
 N = K = 256
 O_PROJ = "model.layers.1.self_attn.o_proj"
 

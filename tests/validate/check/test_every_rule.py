@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from broken import BROKEN
+from commands import ROOT
 from keepmtp.validate.check.check import RULES, WITHOUT_FAMILY
 
-ROOT = Path(__file__).parents[3]
 MODULES = [
     *sorted((ROOT / "validate" / "check").rglob("*.py")),
     ROOT / "validate" / "dryload" / "verdict_findings.py",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import write
+from commands import GLM
 from good import ours
 from good_checkpoints import GOOD
 from hub import TOKEN, Fault, Hub, serving
@@ -23,7 +24,6 @@ from keepmtp.validate.check.values import check_values
 from releases import made_of
 from written_values import fill, opened, poke
 
-RELEASE = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 DOWN = "model.layers.2.mlp.experts.1.down_proj"
 
 
@@ -111,7 +111,7 @@ def test_the_command_names_the_tensor(hub, quantized, tmp_path, monkeypatch, cap
     name = "model.layers.2.self_attn.o_proj.weight_scale"
     poke(folder, name, 1e-3)
     hub.mirror("org/model", folder)
-    hub.mirror("org/release", RELEASE)
+    hub.mirror("org/release", GLM)
     words = ["keepmtp", "check", "org/model", "--values", "--source", "org/release"]
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as ended:

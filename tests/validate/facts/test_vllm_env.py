@@ -7,12 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.recipes.runtimes.vllm import is_known
 from keepmtp.validate.facts import vllm_env
 from keepmtp.validate.facts.vllm_env import GPU, find_vllm
 
-ROOT = Path(__file__).parents[3]
 H100 = GPU(name="H100", capability="9.0", memory_gib=80.0, free_gib=79.0)
 REAL = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 

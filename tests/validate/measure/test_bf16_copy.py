@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT
+from commands import GLM, ROOT
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
 from data_files import json_of
@@ -49,7 +49,7 @@ def made(request, tmp_path_factory) -> tuple[str, Path, dict[str, str]]:
 
 def test_a_draft_and_its_target_are_copied_together(tmp_path):
     """Where a CPU has no kernel for one of them, vLLM would build the other otherwise."""
-    model = str(ROOT / "models" / "tiny-glm4-moe")
+    model = str(GLM)
     plan = api.plan("tiny-glm4-moe", source=model, scheme="NVFP4A16", mtp="bf16")
     target = api.quantize(plan, tmp_path / "target").out
     plan = api.plan(model, draft_for=str(target), mtp="bf16")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import ROOT
+from commands import GLM
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
@@ -92,7 +92,7 @@ def toys(monkeypatch) -> dict[str, Toy]:
 
 
 def model(role: Any, sha256: str) -> Model:
-    source = open_source(ROOT / "models/tiny-glm4-moe")
+    source = open_source(GLM)
     return Model(role=role, source=source, identity=Identity(sha256=sha256, files={}))
 
 

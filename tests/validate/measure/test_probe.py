@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from answering import answering
+from commands import GLM
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts.probed import FAULTS, InAnswer
@@ -12,7 +13,7 @@ from keepmtp.validate.facts.served import Output
 from keepmtp.validate.measure import lossless
 from keepmtp.validate.measure.lossless import PROMPTS, refuse_depth, seen_in
 
-GLM = open_source(Path(__file__).parents[3] / "models" / "tiny-glm4-moe")
+MODEL = open_source(GLM)
 GREEK = "η πόλη έχει μεγάλη ιστορία και πολλά μουσεία."
 JSON = f'{GREEK}"}}\n'
 
@@ -87,13 +88,13 @@ def test_an_empty_answer_has_no_fault(text):
 
 
 def test_a_depth_that_does_not_fit():
-    refuse_depth(GLM, 1000)
+    refuse_depth(MODEL, 1000)
     says = r"--depth: with prompt and answer it must be 2,048 tokens of \S+ at most; got 2,000 and "
     with pytest.raises(RecipeError, match=f"{says}\\d+. Use --depth 1[67]\\d\\d or less"):
-        refuse_depth(GLM, 2000)
-    short = replace(GLM, config={**GLM.config, "max_position_embeddings": 64})
+        refuse_depth(MODEL, 2000)
+    short = replace(MODEL, config={**MODEL.config, "max_position_embeddings": 64})
     refuse_depth(short, 0)
-    refuse_depth(replace(GLM, config={"max_position_embeddings": "many"}), 32_000)
+    refuse_depth(replace(MODEL, config={"max_position_embeddings": "many"}), 32_000)
     with pytest.raises(RecipeError, match="Use --depth 0 or less"):
         refuse_depth(short, 1)
 

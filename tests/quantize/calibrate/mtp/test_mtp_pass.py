@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from commands import GLM
 from keepmtp.quantize.calibrate.data.claim import claim_pass, fingerprint
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers import backbone as calibrate
@@ -390,7 +391,7 @@ DATA = CalibrationData(ids=IDS, held_out_ids=IDS, provenance={"drawn": "by the t
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
     """By the scheme of the block."""
-    plan = plan_over(ROOT / "models" / "tiny-glm4-moe", "tiny-glm4-moe.nvfp4")
+    plan = plan_over(GLM, "tiny-glm4-moe.nvfp4")
     return {word: with_mtp(plan, word) for word in ("bf16", "FP8_DYNAMIC", "FP8", "NVFP4")}
 
 

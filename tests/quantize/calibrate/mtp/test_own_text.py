@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from commands import GLM
 from gpu_runs import in_a_child
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.mtp import own_text
@@ -85,7 +86,7 @@ def test_a_gpu_that_is_too_small_gives_layers_to_the_host(tmp_path):
 
 def small_gpu_run(folder: Path) -> tuple[list[str], bool, float]:
     """What was refused, whether the text is the CPU's, and the part of the memory that was used."""
-    plan = plan_over(ROOT / "models/tiny-glm4-moe", "tiny-glm4-moe.nvfp4")
+    plan = plan_over(GLM, "tiny-glm4-moe.nvfp4")
     calibration = plan.recipe.calibration.model_copy(update={"samples": 2, "held_out": 2})
     data = calibration_data(calibration, plan.source)
     own = with_own_text(plan, data, folder / "cpu", device=CPU)
