@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from ..quantize.calibrate.mtp.facts import CalibrationFact
 from ..recipes.errors import counted
 from ..validate.facts.benched import BenchFact
+from ..validate.facts.results import in_order
 from ..validate.facts.rows import Row
 from ..validate.facts.schema import JudgementFact
 from ..validate.facts.served import has_no_block, how_served
@@ -101,16 +102,12 @@ def exit_status(judged: JudgementFact, facts: Mapping[str, Any]) -> int:
     """1 for a regression in what was asked, or an error of the checkpoint; 3 if too little was
     asked to tell.
     """
-    evaluation = facts.get("evaluation")
+    parts = in_order(facts)
     asked = {"drafting"}
-    if "closeness" in facts:
-        asked.add("closeness")
-    # Without a source nothing is compared, by choice; and one without an MTP block cannot be.
-    if evaluation and evaluation.source:
-        asked |= {evaluation.protocol.task, "worst task"}
-    drafting = [facts[part] for part in ("evaluation", "serve") if part in facts]
-    if any(fact.source for fact in drafting) and not has_no_block(drafting):
-        asked.add("acceptance")
+    for part in parts:
+        asked.update(part.asked)
+    if has_no_block(parts):  # of which there is nothing to compare with
+        asked.discard("acceptance")
     if verdict_on(judged, {*asked, "findings", "loads", "probe"}) == "regression":
         return FINDINGS
     return OF_VERDICT[verdict_on(judged, asked)]

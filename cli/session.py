@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.fact import Fact
 from ..checkpoints.identity import Identity, identify
 from ..checkpoints.mtp_source import has_mtp
 from ..checkpoints.record import RECORD, is_draft_alone
@@ -181,12 +180,7 @@ class Session:
             checkpoint = replace(checkpoint, target=served_with)
             target = served_with.as_target
         if self.is_recorded:
-            reports.refuse_stale(
-                self.out,
-                checkpoint.identity,
-                but=[reports.STATION_OF[part] for part in but],
-                target=target,
-            )
+            reports.refuse_stale(self.out, checkpoint.identity, but=but, target=target)
         if self.original is None:
             return checkpoint, None
         source = self.model("source", self.original)
@@ -221,7 +215,7 @@ class Session:
         return f"Results: {self.out}; logs: {self.out / 'logs'}"
 
     def keep(
-        self, facts: Mapping[str, Fact], checkpoint: Model, source: Model | None, **how: Any
+        self, facts: Mapping[str, Any], checkpoint: Model, source: Model | None, **how: Any
     ) -> JudgementFact:
         """Write results, by the name of their part in report.json, and the report.
 
@@ -229,9 +223,8 @@ class Session:
             `judge`, where they join none.
         """
         vllm = self.setup.vllm.version
-        for part, fact in facts.items():
-            station = reports.STATION_OF[part]
-            write_result(self.out, station, fact, checkpoint=checkpoint.identity, vllm=vllm)
+        for fact in facts.values():
+            write_result(self.out, fact, checkpoint=checkpoint.identity, vllm=vllm)
         target = checkpoint.target and checkpoint.target.as_target
         compared = source and source.source
         # Next to the checkpoint's other results, or a folder of its own: then the report has a

@@ -196,7 +196,7 @@ def measured(tmp_path) -> Path:
     bench = stations.bench_fact(with_source=False)
     own = bench.checkpoint.model_copy(update={"path": str(folder), "sha256": identity.sha256})
     bench = bench.model_copy(update={"checkpoint": own})
-    write_result(evidence, "bench", bench, checkpoint=identity, vllm="0.32.0")
+    write_result(evidence, bench, checkpoint=identity, vllm="0.32.0")
     refresh(evidence)
     return folder
 

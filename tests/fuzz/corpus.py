@@ -134,8 +134,8 @@ def _measured(path: Path) -> Path:
         "bench": stations.bench_fact(with_source=False, sha256=identity.sha256),
         "closeness": stations.closeness(evidence, checkpoint=identity.sha256),
     }
-    for station, fact in facts.items():
-        write_result(evidence, station, fact, checkpoint=identity, vllm=reports.VLLM)
+    for fact in facts.values():
+        write_result(evidence, fact, checkpoint=identity, vllm=reports.VLLM)
     refresh(evidence)
     return path
 

@@ -58,9 +58,9 @@ def draft(folder: Path) -> Path:
     pair = with_loads(with_draft(examine(model), examine(folder)), [reports.account("sm90", 1)])
     own = as_of_draft(pair, target)
     data = check_data(own.data, opened=own.source, source=opened)
-    measured.write(where, "check", data, identity)
+    measured.write(where, data, identity)
     serve = reports.accepting(18_000, 18_000, 20_000).model_copy(update={"target": target})
-    measured.write(where, "serve", serve, identity)
+    measured.write(where, serve, identity)
     full_reports.refresh(where)
     return folder
 
@@ -77,12 +77,12 @@ def evidence(
     """
     where, identity = report_folder(folder), identify(folder)
     data = checked(folder, reports.account("sm90", 1), reports.account("sm100", 4))
-    measured.write(where, "check", data, identity)
+    measured.write(where, data, identity)
     if "serve" in stations:
-        measured.write(where, "serve", reports.served(is_copy=is_copy), identity)
+        measured.write(where, reports.served(is_copy=is_copy), identity)
     if "eval" in stations:
         asked = measured.asked(where, identity.sha256, answers)
-        measured.write(where, "eval", asked, identity, made_at=measured.ASKED_AT)
+        measured.write(where, asked, identity, made_at=measured.ASKED_AT)
     full_reports.refresh(where)
     return where
 

@@ -8,13 +8,12 @@ from typing import Any
 import reports
 from data_files import put_json
 from evaluations import FILTERS, Answers, evaluation
-from keepmtp.checkpoints.fact import Fact
 from keepmtp.checkpoints.identity import Identity, file_sha256, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.evaluated import EvaluationFact
-from keepmtp.validate.facts.results import Station, report_folder, write_result
-from keepmtp.validate.facts.served import counters
+from keepmtp.validate.facts.results import report_folder, write_result
+from keepmtp.validate.facts.served import ResultFact, counters
 from keepmtp.validate.measure.figures import finish
 from keepmtp.validate.measure.store import Answer, AnswersHeader, Samples, Sitting
 from keepmtp.validate.report.check_data import record_static
@@ -63,17 +62,15 @@ def measured(
     evidence = report_folder(folder)
     identity = identify(folder, cache=evidence)
     record_static(evidence, open_source(folder), identity)
-    write(evidence, "serve", reports.served(is_copy=False), identity)
+    write(evidence, reports.served(is_copy=False), identity)
     fact = asked(evidence, identity.sha256, answers)
-    write(evidence, "eval", fact, identity, made_at=ASKED_AT)
+    write(evidence, fact, identity, made_at=ASKED_AT)
     return evidence
 
 
-def write(
-    evidence: Path, station: Station, fact: Fact, identity: Identity, made_at: str = SERVED_AT
-) -> None:
-    """A station's result, as vLLM 0.32.0 gave it."""
-    write_result(evidence, station, fact, checkpoint=identity, vllm=reports.VLLM, made_at=made_at)
+def write(evidence: Path, fact: ResultFact, identity: Identity, made_at: str = SERVED_AT) -> None:
+    """A result, as vLLM 0.32.0 gave it."""
+    write_result(evidence, fact, checkpoint=identity, vllm=reports.VLLM, made_at=made_at)
 
 
 def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:

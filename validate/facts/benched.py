@@ -8,16 +8,15 @@ Easy to get wrong: a high acceptance is not speed, and a difference that is smal
 of the repetitions says nothing.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from statistics import median
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
-from ...recipes.protocol import Gates
 from .rows import Arm, Row, detail
-from .served import Drafts, ServedModel, StationFact, total
+from .served import Drafts, Judging, ServedModel, StationFact, total
 from .settle import ReasonFact, reason, unmeasured
 
 RequestForm = Literal["chat", "completions"]
@@ -231,6 +230,11 @@ class BenchFact(StationFact):
         seed: of the order in which prompts are taken.
     """
 
+    station = "bench"
+    part = "bench"
+    command = "bench {}"
+    form = 2
+
     checkpoint: Benched
     source: Benched | None = None
     prompts: str
@@ -318,45 +322,46 @@ class BenchFact(StationFact):
             return self.checkpoint.as_served
         return ""
 
-
-def reasons(
-    gates: Gates, measured: Mapping[str, Any], listed: Collection[str]
-) -> Iterator[ReasonFact]:
-    """Whether drafting makes one request at a time faster; none where the recipe has no
-    limit.
-    """
-    bench: BenchFact | None = measured.get("bench")
-    least = gates.min_speedup
-    if least is None:
-        return
-    if bench is None or not bench.counts():
-        says = "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench CHECKPOINT` "
-        yield unmeasured("speed", f"{says}there does.")
-        return
-    plain = bench.checkpoint.cell(0, 1)
-    found = []
-    for cell in bench.checkpoint.cells:
-        times = bench.checkpoint.times(cell)
-        has_spread = plain and min(len(plain.rates), len(cell.rates)) > 1
-        if cell.concurrency == 1 and cell.k and times and has_spread:
-            # The estimate of a ratio is no proof. A k passes only if its slowest repetition reaches
-            # the limit against the fastest one without drafting; all of them fail only if no pair
-            # of repetitions reaches it.
-            found.append((*times, cell.k))
-    if not found:
-        says = "k=0 and a k with drafting must both answer one request at a time, twice or more: "
-        cure = "`keepmtp bench CHECKPOINT --k 0,1 --concurrency 1 --repeat 3`."
-        yield unmeasured("speed", says + cure)
-        return
-    low, middle, high, k = max(found)
-    says = (
-        f"One request at a time on {bench.environment['device']}: k={k} is {middle:.2f} times as "
-        f"fast as k=0, by the repetitions {low:.2f} to {high:.2f} times; at least {least:g} times "
-        "is asked for."
-    )
-    if low >= least:
-        yield reason("speed", "pass", says)
-    elif all(high < least for _, _, high, _ in found):
-        yield reason("speed", "regression", f"{says} No other k is faster.")
-    else:
-        yield unmeasured("speed", f"{says} The repetitions are too far apart to tell.")
+    @classmethod
+    def reasons(cls, fact: "BenchFact | None", judging: Judging) -> Iterator[ReasonFact]:
+        """Whether drafting makes one request at a time faster; none where the recipe has no
+        limit.
+        """
+        least = judging.gates.min_speedup
+        if least is None:
+            return
+        if fact is None or not fact.counts():
+            says = (
+                "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench CHECKPOINT` "
+            )
+            yield unmeasured("speed", f"{says}there does.")
+            return
+        plain = fact.checkpoint.cell(0, 1)
+        found = []
+        for cell in fact.checkpoint.cells:
+            times = fact.checkpoint.times(cell)
+            has_spread = plain and min(len(plain.rates), len(cell.rates)) > 1
+            if cell.concurrency == 1 and cell.k and times and has_spread:
+                # The estimate of a ratio is no proof. A k passes only if its slowest repetition
+                # reaches the limit against the fastest one without drafting; all of them fail only
+                # if no pair of repetitions reaches it.
+                found.append((*times, cell.k))
+        if not found:
+            says = (
+                "k=0 and a k with drafting must both answer one request at a time, twice or more: "
+            )
+            cure = "`keepmtp bench CHECKPOINT --k 0,1 --concurrency 1 --repeat 3`."
+            yield unmeasured("speed", says + cure)
+            return
+        low, middle, high, k = max(found)
+        says = (
+            f"One request at a time on {fact.environment['device']}: k={k} is {middle:.2f} times "
+            f"as fast as k=0, by the repetitions {low:.2f} to {high:.2f} times; at least {least:g} "
+            "times is asked for."
+        )
+        if low >= least:
+            yield reason("speed", "pass", says)
+        elif all(high < least for _, _, high, _ in found):
+            yield reason("speed", "regression", f"{says} No other k is faster.")
+        else:
+            yield unmeasured("speed", f"{says} The repetitions are too far apart to tell.")

@@ -9,17 +9,16 @@ one window are not independent, so errors are taken over windows: `stderr` is a 
 `effective_tokens` is how many independent positions would tell the share of flips as well.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import Field, PositiveInt, computed_field
 
 from ...checkpoints.fact import Count, Figure, Share
-from ...recipes.protocol import Gates
 from .binomial import limits, student
 from .numbers import nats, percent
 from .rows import CONFIDENCE, Row, detail, interval
-from .served import ServedModel, StationFact
+from .served import Judging, ServedModel, StationFact
 from .settle import BOUND, Estimate, ReasonFact, not_its_own, settle, unmeasured, worst
 
 
@@ -63,6 +62,10 @@ class ClosenessFact(StationFact):
         samples: file in the report's folder with every position, and its SHA-256.
     """
 
+    station = "closeness"
+    part = "closeness"
+    command = "eval {} --only closeness"
+    form = 2
     dropped = frozenset({"against"})
 
     text: str
@@ -93,6 +96,11 @@ class ClosenessFact(StationFact):
     def evidence(self) -> "tuple[ClosenessFact]":
         """Whose windows are in a file of their own."""
         return (self,)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Its own."""
+        return ("closeness",)
 
     @property
     def is_exact(self) -> bool:
@@ -147,70 +155,68 @@ class ClosenessFact(StationFact):
                     "token from itself: less than that is rounding."
                 )
 
+    @classmethod
+    def reasons(cls, fact: "ClosenessFact | None", judging: Judging) -> Iterator[ReasonFact]:
+        """The worse of both limits, and what was found for each; none where the recipe has no
+        limit.
+        """
+        gates = judging.gates
+        if gates.max_divergence is None and gates.max_flips is None:
+            return
+        if fact is None or fact.stderr is None:
+            cure = "`keepmtp eval CHECKPOINT --only closeness` does."
+            yield unmeasured("closeness", f"Not measured in two windows or more: {cure}")
+            return
+        # Tokens of one window are not independent: the bound of a mean is Student's over windows,
+        # and that of a share is Clopper and Pearson's over as many independent positions as would
+        # tell as much (Korn and Graubard).
+        reach = student(gates.confidence, fact.windows - 1) * fact.stderr
 
-def reasons(
-    gates: Gates, measured: Mapping[str, Any], listed: Collection[str]
-) -> Iterator[ReasonFact]:
-    """The worse of both limits, and what was found for each; none where the recipe has no
-    limit.
-    """
-    fact: ClosenessFact | None = measured.get("closeness")
-    if gates.max_divergence is None and gates.max_flips is None:
-        return
-    if fact is None or fact.stderr is None:
-        says = (
-            "Not measured in two windows or more: `keepmtp eval CHECKPOINT --only closeness` does."
+        def around(times: float) -> tuple[float, float]:
+            near = reach / times**0.5
+            return fact.divergence - near, fact.divergence + near
+
+        flips = fact.flip_rate * fact.effective_tokens
+        also = ""
+        if not fact.is_exact:
+            also = (
+                f" It is a lower bound: {percent(fact.outside)} of the source's probability lies "
+                "on tokens that were compared as one."
+            )
+        divergence = Estimate(
+            value=fact.divergence,
+            bounds=around,
+            samples=fact.tokens,
+            unit="tokens",
+            says=f"On {fact.tokens:,} tokens of held-out text {nats(fact.divergence)} a token from "
+            "the source",
+            how="one-sided, over windows",
+            shown=nats,
+            also=also,
         )
-        yield unmeasured("closeness", says)
-        return
-    # Tokens of one window are not independent: the bound of a mean is Student's over windows, and
-    # that of a share is Clopper and Pearson's over as many independent positions as would tell as
-    # much (Korn and Graubard).
-    reach = student(gates.confidence, fact.windows - 1) * fact.stderr
-
-    def around(times: float) -> tuple[float, float]:
-        near = reach / times**0.5
-        return fact.divergence - near, fact.divergence + near
-
-    flips = fact.flip_rate * fact.effective_tokens
-    also = ""
-    if not fact.is_exact:
-        also = (
-            f" It is a lower bound: {percent(fact.outside)} of the source's probability lies on "
-            "tokens that were compared as one."
+        flipped = Estimate(
+            value=fact.flip_rate,
+            bounds=lambda times: limits(
+                times * flips, times * fact.effective_tokens, gates.confidence
+            ),
+            samples=fact.tokens,
+            unit="tokens",
+            says=f"The first choice is another at {percent(fact.flip_rate)} of the tokens",
+            how=f"{BOUND}, as {fact.effective_tokens:,.0f} independent tokens",
+            shown=percent,
         )
-    divergence = Estimate(
-        value=fact.divergence,
-        bounds=around,
-        samples=fact.tokens,
-        unit="tokens",
-        says=f"On {fact.tokens:,} tokens of held-out text {nats(fact.divergence)} a token from the "
-        "source",
-        how="one-sided, over windows",
-        shown=nats,
-        also=also,
-    )
-    flipped = Estimate(
-        value=fact.flip_rate,
-        bounds=lambda times: limits(times * flips, times * fact.effective_tokens, gates.confidence),
-        samples=fact.tokens,
-        unit="tokens",
-        says=f"The first choice is another at {percent(fact.flip_rate)} of the tokens",
-        how=f"{BOUND}, as {fact.effective_tokens:,.0f} independent tokens",
-        shown=percent,
-    )
-    found = list[ReasonFact]()
-    for estimate, most in ((divergence, gates.max_divergence), (flipped, gates.max_flips)):
-        if most is not None:
-            found.append(settle("closeness", estimate, most, gates, is_floor=False))
-    # So many samples settle both; None where no number settles one of them.
-    needed = [one.needed or 0 for one in found if one.verdict == "infeasible"]
-    if 0 in needed:
-        needed = []
-    says = " ".join([one.says for one in found])
-    yield ReasonFact(
-        gate="closeness",
-        verdict=worst(found),
-        says=says + not_its_own(fact.checkpoint.as_served),
-        needed=max(needed, default=None),
-    )
+        found = list[ReasonFact]()
+        for estimate, most in ((divergence, gates.max_divergence), (flipped, gates.max_flips)):
+            if most is not None:
+                found.append(settle("closeness", estimate, most, gates, is_floor=False))
+        # So many samples settle both; None where no number settles one of them.
+        needed = [one.needed or 0 for one in found if one.verdict == "infeasible"]
+        if 0 in needed:
+            needed = []
+        says = " ".join([one.says for one in found])
+        yield ReasonFact(
+            gate="closeness",
+            verdict=worst(found),
+            says=says + not_its_own(fact.checkpoint.as_served),
+            needed=max(needed, default=None),
+        )

@@ -8,10 +8,10 @@ Out: an `EvaluationFact`. eval.json and report.json hold it, field by field.
 Easy to get wrong: a fact judges nothing. `reasons` does, by the recipe's limits.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -22,7 +22,7 @@ from ...recipes.tasks import TASKS
 from .numbers import percent, points
 from .paired import PairedFact, one_sided
 from .rows import Row, detail
-from .served import Drafted, Drafts, ServedModel, StationFact, those
+from .served import Drafted, Drafts, Judging, ServedModel, StationFact, those
 from .settle import (
     BOUND,
     CHANCE,
@@ -259,6 +259,11 @@ class EvaluationFact(TaskFact):
         tasks: the others, each with a protocol of its own.
     """
 
+    station = "eval"
+    part = "evaluation"
+    command = "eval {}"
+    form = 4
+
     tasks: tuple[TaskFact, ...] = ()
 
     @property
@@ -289,6 +294,13 @@ class EvaluationFact(TaskFact):
         return self
 
     @property
+    def asked(self) -> tuple[str, ...]:
+        """Without a source nothing is compared, by choice."""
+        if self.source is None:
+            return ()
+        return self.protocol.task, "worst task", "acceptance"
+
+    @property
     def has_no_block(self) -> bool:
         """Its source was served with MTP off alone."""
         return bool(self.source) and not self.source.drafts
@@ -314,21 +326,17 @@ class EvaluationFact(TaskFact):
             source=theirs,
         )
 
-
-def reasons(
-    gates: Gates, measured: Mapping[str, Any], listed: Collection[str]
-) -> Iterator[ReasonFact]:
-    """The first task's drop; that of the worst task, where the recipe limits it; and what
-    drafting changes.
-    """
-    evaluation: EvaluationFact | None = measured.get("evaluation")
-    tasks = ()
-    if evaluation:
-        tasks = evaluation.by_task
-    is_compared = any(part.is_compared for part in measured.values() if part)
-    yield _first_task(gates, evaluation)
-    yield from _worst_task(gates, tasks, listed)
-    yield from _drafting(tasks, is_compared=is_compared)
+    @classmethod
+    def reasons(cls, fact: "EvaluationFact | None", judging: Judging) -> Iterator[ReasonFact]:
+        """The first task's drop; that of the worst task, where the recipe limits it; and what
+        drafting changes.
+        """
+        tasks = ()
+        if fact:
+            tasks = fact.by_task
+        yield _first_task(judging.gates, fact)
+        yield from _worst_task(judging.gates, tasks, judging.listed)
+        yield from _drafting(tasks, is_compared=judging.is_compared)
 
 
 def _first_task(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:

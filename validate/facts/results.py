@@ -4,7 +4,7 @@ In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.
 `bench.json` and `closeness.json` in the evidence folder, `NAME.report` next to the checkpoint NAME.
 `report.py` reads them and makes report.json of them.
 
-    station, schema         check, serve, eval, bench or closeness; its version of STATIONS
+    station, schema         check, serve, eval, bench or closeness; the version of its form
     keepmtp, vllm, made_at  what measured, and when (UTC)
     checkpoint              `Identity`: the bytes, file by file
     data                    `CheckData`, `ServeCheck`, `EvaluationFact`, `BenchFact`, ...
@@ -18,10 +18,10 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -32,18 +32,14 @@ from ...checkpoints.identity import Identity
 from ...checkpoints.json_file import read_bytes_of
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import CheckpointError, first_fault
-from ...recipes.frozen import frozen, without
+from ...recipes.frozen import without
 from ...recipes.runtimes.vllm import NEWEST
-from . import benched, closeness, evaluated, served
 from .benched import BenchFact
 from .closeness import ClosenessFact
 from .dry_load import DryLoad, newest
 from .evaluated import EvaluationFact
 from .findings import CheckpointFacts, Finding, errors_of
-from .served import OfDraft, ServeCheck, TargetFact
-from .settle import ReasonFact
-
-Station = Literal["check", "serve", "eval", "bench", "closeness"]
+from .served import OfDraft, ResultFact, ServeCheck, StationFact, TargetFact
 
 
 def now() -> str:
@@ -63,11 +59,16 @@ class GroupSize(Fact):
     num_bytes_before: Count | None = None
 
 
-class CheckData(Fact):
+class CheckData(ResultFact):
     """The static check and the dry loads; `absent` says why sizes, dry or calibration is empty,
     where that is known; `values_read`, how much of the tensors was read, by its level; in no
     file. Of a draft of its own, with `target`, and what is found of both.
     """
+
+    station = "check"
+    part = "check"
+    command = "check {} --record"
+    form = 3
 
     path: str
     facts: CheckpointFacts
@@ -107,7 +108,7 @@ class Result(Fact, Generic[Data]):
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
-    station: Station
+    station: str
     version: int = Field(alias="schema")
     keepmtp: str
     vllm: str
@@ -117,66 +118,15 @@ class Result(Fact, Generic[Data]):
     seal: str = ""
 
 
-def no_reasons(*_: Any) -> Iterator[ReasonFact]:
-    """The check's gates are not its alone."""
-    return iter(())
-
-
-@frozen
-class StationRow:
-    """What is known of a station.
-
-    Attributes:
-        part: of report.json that its file holds.
-        words: that measure, with the checkpoint's place left open.
-        version: of the form of its data; another number is refused.
-        data: what its file holds.
-        reasons: of its gates, where the recipe has them: of the limits, of what all stations
-            measured by part, and of the tasks that the recipe lists.
-    """
-
-    part: str
-    words: str
-    version: int
-    data: type[Any]
-    reasons: Callable[..., Iterator[ReasonFact]] = no_reasons
-
-    @property
-    def form(self) -> type[Result[Any]]:
-        """Of its file."""
-        return Result[self.data]
-
-
-STATIONS: Mapping[Station, StationRow] = {
-    "check": StationRow(part="check", words="check {} --record", version=3, data=CheckData),
-    "serve": StationRow(
-        part="serve", words="eval {}", version=4, data=ServeCheck, reasons=served.reasons
-    ),
-    "eval": StationRow(
-        part="evaluation",
-        words="eval {}",
-        version=4,
-        data=EvaluationFact,
-        reasons=evaluated.reasons,
-    ),
-    "bench": StationRow(
-        part="bench", words="bench {}", version=2, data=BenchFact, reasons=benched.reasons
-    ),
-    "closeness": StationRow(
-        part="closeness",
-        words="eval {} --only closeness",
-        version=2,
-        data=ClosenessFact,
-        reasons=closeness.reasons,
-    ),
-}
-MEASURED = tuple([STATIONS[name] for name in ("eval", "serve", "closeness", "bench")])
+MEASURED: tuple[type[StationFact], ...] = (EvaluationFact, ServeCheck, ClosenessFact, BenchFact)
 """What is measured with servers, in the order in which it is shown."""
+STATIONS: Mapping[str, type[ResultFact]] = {kind.station: kind for kind in (CheckData, *MEASURED)}
+"""What the file of each station holds."""
 
 
 def in_order(measured: Mapping[str, Any]) -> list[Any]:
     """What was measured, of these parts."""
-    parts = [measured.get(row.part) for row in MEASURED]
+    parts = [measured.get(kind.part) for kind in MEASURED]
     return [part for part in parts if part]
 
 
@@ -214,7 +164,7 @@ def checkpoint_folder(evidence: Path) -> Path:
     return whole.with_suffix("")
 
 
-def command(station: Station, folder: Path, target: TargetFact | None = None) -> str:
+def command(station: str, folder: Path, target: TargetFact | None = None) -> str:
     """What a person types to measure again what an evidence folder holds, of a draft with its
     target.
     """
@@ -224,18 +174,17 @@ def command(station: Station, folder: Path, target: TargetFact | None = None) ->
     words = [name]
     if target is not None:
         words = [target.path, "--draft", name]
-    return f"keepmtp {STATIONS[station].words.format(shlex.join(words))}"
+    return f"keepmtp {STATIONS[station].command.format(shlex.join(words))}"
 
 
-def file_of(folder: Path, station: Station) -> Path:
+def file_of(folder: Path, station: str) -> Path:
     """The file of a station's result in an evidence folder."""
     return folder / f"{station}.json"
 
 
 def write_result(
     folder: Path,
-    station: Station,
-    data: Fact,
+    data: ResultFact,
     *,
     checkpoint: Identity,
     vllm: str,
@@ -245,16 +194,15 @@ def write_result(
 
     Args:
         folder: evidence folder, from `report_folder`; made if need be.
-        station: which file.
-        data: what was measured; of another station's form it is refused.
+        data: what was measured.
         checkpoint: the bytes it was measured on, from `identity.identify`.
         vllm: the version that judged or served.
         made_at: default `now`.
     """
     refuse_strange(folder)
-    result = STATIONS[station].form(
-        station=station,
-        schema=STATIONS[station].version,
+    result = Result[type(data)](
+        station=data.station,
+        schema=data.form,
         keepmtp=__version__,
         vllm=vllm,
         made_at=made_at or now(),
@@ -264,7 +212,7 @@ def write_result(
     content = result.model_dump(mode="json", by_alias=True)
     sealed = content | {"seal": seal_of(content)}
     return write_whole(
-        file_of(folder, station), json.dumps(sealed, indent=2, ensure_ascii=False) + "\n"
+        file_of(folder, data.station), json.dumps(sealed, indent=2, ensure_ascii=False) + "\n"
     )
 
 
@@ -274,7 +222,7 @@ def seal_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_result(folder: Path, station: Station) -> Result[Any] | None:
+def read_result(folder: Path, station: str) -> Result[Any] | None:
     """A station's result, or None if it left none.
 
     Raises:
@@ -282,16 +230,17 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
             measured, or a file that was edited since.
     """
     path = file_of(folder, station)
-    rule = f"must be a result of {station}, version {STATIONS[station].version}"
+    kind = STATIONS[station]
+    rule = f"must be a result of {station}, version {kind.form}"
     cure = f"Run `{command(station, folder)}` again"
     if not path.exists():
         return None
     text = read_bytes_of(path, path, cure=cure)
     try:
-        result = STATIONS[station].form.model_validate_json(text)
+        result = Result[kind].model_validate_json(text)
     except ValidationError as error:
         raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
-    if (result.station, result.version) != (station, STATIONS[station].version):
+    if (result.station, result.version) != (station, kind.form):
         got = f"one of {result.station}, version {result.version}"
         raise CheckpointError(path, rule, got=got, cure=cure)
     # A seal is no signature: it finds an edited number, and nobody who computes it anew. It is of

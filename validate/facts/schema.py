@@ -25,19 +25,17 @@ are refused, so that a page never leaves out what it does not know.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
 from ...checkpoints.fact import Fact
 from ...checkpoints.identity import Identity
 from ...recipes.protocol import Gates
-from .benched import BenchFact
-from .closeness import ClosenessFact
-from .evaluated import EvaluationFact
-from .results import CheckData, in_order
-from .served import ServeCheck
+from .results import MEASURED, CheckData, in_order
 from .settle import HasVerdict, ReasonFact
+
+T = TypeVar("T")
 
 
 class JudgementFact(HasVerdict):
@@ -57,7 +55,12 @@ class VerdictFact(Fact):
     says: str
 
 
-class FullReport(CheckData):
+# A part for each station that measures.
+_PARTS: Any = {kind.part: (kind | None, None) for kind in MEASURED}
+_Measured = create_model("_Measured", __base__=CheckData, **_PARTS)
+
+
+class FullReport(_Measured):
     """The file; see the module's docstring."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
@@ -67,10 +70,6 @@ class FullReport(CheckData):
     vllm: str
     made_at: str
     verdict: VerdictFact
-    serve: ServeCheck | None = None
-    evaluation: EvaluationFact | None = None
-    bench: BenchFact | None = None
-    closeness: ClosenessFact | None = None
     judgement: JudgementFact
     identity: Identity | None = None
     results: Mapping[str, str] = Field(default_factory=dict)
@@ -79,3 +78,10 @@ class FullReport(CheckData):
     def parts(self) -> list[Any]:
         """What was measured with servers."""
         return in_order(dict(self))
+
+    def of(self, kind: type[T]) -> T | None:
+        """What one station measured."""
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        return None

@@ -11,7 +11,7 @@ Easy to get wrong: a fact judges nothing. `reasons` does, by the recipe's limits
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from operator import not_
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, computed_field
 
@@ -291,7 +291,38 @@ class Drafted:
     source: Drafts | None
 
 
-class StationFact(Fact):
+class ResultFact(Fact):
+    """What the file of a station holds.
+
+    Attributes:
+        station: whose file it is.
+        part: of report.json that it is.
+        command: that measures it, with the checkpoint's place left open.
+        form: its version; another number is refused.
+    """
+
+    station: ClassVar[str]
+    part: ClassVar[str]
+    command: ClassVar[str]
+    form: ClassVar[int]
+
+
+@frozen
+class Judging:
+    """What the gates of every station are judged by.
+
+    Attributes:
+        gates: the recipe's limits.
+        listed: its tasks.
+        is_compared: outputs with and without drafting were compared.
+    """
+
+    gates: Gates
+    listed: Collection[str]
+    is_compared: bool
+
+
+class StationFact(ResultFact):
     """What a station measured of a checkpoint, and of its source over the same. What is said here
     is of a station that has nothing to say of it.
 
@@ -324,6 +355,22 @@ class StationFact(Fact):
     def native_or_copy(self) -> str:
         """How the checkpoint was served; "" where that says nothing of its loading."""
         return ""
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The gates that its command is to tell; findings, loads and the probe tell themselves."""
+        return ()
+
+    @classmethod
+    def reasons(cls, fact: Any, judging: Judging) -> Iterator[ReasonFact]:
+        """Of its gates, where the recipe has them; `fact` is what it measured, None where it did
+        not.
+        """
+        return iter(())
+
+    def rows(self, wanted: str) -> Iterator[Row]:
+        """Its figures; `wanted` is the recipe's filter of answers."""
+        return iter(())
 
     def notes(self) -> Iterator[str]:
         """What a reader of its rows should know."""
@@ -370,6 +417,11 @@ class ServeCheck(StationFact):
         target: of a draft of its own, which is the checkpoint.
     """
 
+    station = "serve"
+    part = "serve"
+    command = "eval {}"
+    form = 4
+
     source: Served | None
     checkpoint: Served
     prompts: tuple[str, ...]
@@ -383,6 +435,11 @@ class ServeCheck(StationFact):
         for model in self.models:
             for run in model.runs:
                 yield from run.rows_of(model.role, asked)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Without a source nothing is compared, by choice."""
+        return ("acceptance",) if self.source else ()
 
     @property
     def has_no_block(self) -> bool:
@@ -439,48 +496,46 @@ class ServeCheck(StationFact):
         """Whether a server that drafts had one without to be compared with."""
         return any(run.partings is not None for run in self.checkpoint.runs)
 
+    @classmethod
+    def reasons(cls, fact: "ServeCheck | None", judging: Judging) -> Iterator[ReasonFact]:
+        """The answers to the probe: the checkpoint's with MTP on against those with MTP off, and
+        these against the source's. One reason, where two servers were asked.
 
-def reasons(
-    gates: Gates, measured: Mapping[str, Any], listed: Collection[str]
-) -> Iterator[ReasonFact]:
-    """The answers to the probe: the checkpoint's with MTP on against those with MTP off, and these
-    against the source's. One reason, where two servers were asked.
-
-    Every fault at every depth is asked, by the exact sign test. What becomes better is no fault.
-    """
-    serve: ServeCheck | None = measured.get("serve")
-    if serve is None:
-        return
-    plain = serve.checkpoint.runs[:1]
-    pairs = [("with MTP on", off, on) for off in plain for on in serve.checkpoint.runs[1:]]
-    if serve.source:
-        for before, after in zip(serve.source.runs, plain, strict=False):
-            pairs.append(("of the checkpoint", before, after))
-    seen = []
-    for whose, before, after in pairs:
-        for ours, theirs in zip(before.probed, after.probed, strict=False):
-            seen += [(*found, ours.depth, whose) for found in worse(ours, theirs)]
-    if not seen:
-        return
-    rarest = min(seen, key=lambda one: (one[0], -len(one[2])))
-    chance, fault, names, num_before, depth, whose = rarest
-    if not names:
-        servers = " or ".join(dict.fromkeys(one[-1] for one in seen))
-        yield reason("probe", "pass", f"No answer {servers} alone has a fault.")
-        return
-    scripts = dict.fromkeys([name.partition(" ")[0] for name in names])
-    verdict = "pass"
-    how = "no more than chance gives"
-    if chance < CHANCE:
-        verdict = "regression"
-        how = "beyond chance"
-    says = (
-        f"At depth {depth:,}, {counted(len(names), 'answer')} {whose} alone "
-        f"{'have' if names[1:] else 'has'} a fault of {fault} "
-        f"({', '.join(scripts)}), and {num_before:,} the other way round (exact sign "
-        f"test: {chance:.2g}), {how}."
-    )
-    yield reason("probe", verdict, says)
+        Every fault at every depth is asked, by the exact sign test. What becomes better is no
+        fault.
+        """
+        if fact is None:
+            return
+        plain = fact.checkpoint.runs[:1]
+        pairs = [("with MTP on", off, on) for off in plain for on in fact.checkpoint.runs[1:]]
+        if fact.source:
+            for before, after in zip(fact.source.runs, plain, strict=False):
+                pairs.append(("of the checkpoint", before, after))
+        seen = []
+        for whose, before, after in pairs:
+            for ours, theirs in zip(before.probed, after.probed, strict=False):
+                seen += [(*found, ours.depth, whose) for found in worse(ours, theirs)]
+        if not seen:
+            return
+        rarest = min(seen, key=lambda one: (one[0], -len(one[2])))
+        chance, fault, names, num_before, depth, whose = rarest
+        if not names:
+            servers = " or ".join(dict.fromkeys(one[-1] for one in seen))
+            yield reason("probe", "pass", f"No answer {servers} alone has a fault.")
+            return
+        scripts = dict.fromkeys([name.partition(" ")[0] for name in names])
+        verdict = "pass"
+        how = "no more than chance gives"
+        if chance < CHANCE:
+            verdict = "regression"
+            how = "beyond chance"
+        says = (
+            f"At depth {depth:,}, {counted(len(names), 'answer')} {whose} alone "
+            f"{'have' if names[1:] else 'has'} a fault of {fault} "
+            f"({', '.join(scripts)}), and {num_before:,} the other way round (exact sign "
+            f"test: {chance:.2g}), {how}."
+        )
+        yield reason("probe", verdict, says)
 
 
 def those(*models: T | None) -> tuple[T, ...]:

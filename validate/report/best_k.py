@@ -11,8 +11,9 @@ from ...checkpoints.identity import remembered
 from ...checkpoints.source import Source, small_file, view_of
 from ...recipes.errors import CheckpointError
 from ...recipes.frozen import frozen
-from ..facts.benched import words_of
+from ..facts.benched import BenchFact, words_of
 from ..facts.dry_load import versions_in_short
+from ..facts.evaluated import EvaluationFact
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from .report import JSON_FILE, read_json
@@ -35,13 +36,13 @@ class BestK:
 
 def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
     """As bench recommends, else as evaluated, else one for each MTP layer; `device` will serve."""
-    evaluation = report.evaluation
+    bench = report.of(BenchFact)
+    evaluation = report.of(EvaluationFact)
     # A speed that was measured on a CPU counts for that CPU alone.
-    if report.bench and report.bench.counts(device=device):
-        checkpoint = report.bench.checkpoint
-        fewest = min(checkpoint.recommended, key=lambda row: row.concurrency)
+    if bench and bench.counts(device=device):
+        fewest = min(bench.checkpoint.recommended, key=lambda row: row.concurrency)
         if fewest.k is not None:
-            where = report.bench.environment["device"]
+            where = bench.environment["device"]
             why = f"as bench recommends for {words_of(fewest.concurrency)} on {where}"
             return BestK(k=fewest.k, why=why)
     if evaluation:

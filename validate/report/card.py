@@ -30,6 +30,7 @@ from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
 from ...recipes.families import find_view
 from ...recipes.frozen import Bar, Raw
+from ..facts.benched import BenchFact
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
@@ -206,9 +207,10 @@ def _facts(
     opened = open_source(checkpoint)
     record = recorded(checkpoint)
     plots = {}
+    bench = report.of(BenchFact)
     for what, chart in charts(report).items():
         # A speed that is not the checkpoint's has no place on its card.
-        if what != "speed" or (report.bench and report.bench.counts()):
+        if what != "speed" or (bench and bench.counts()):
             plots[what] = chart
     parsers = ""
     view = find_view(opened.config, opened.where, opened.entries)

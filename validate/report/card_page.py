@@ -16,8 +16,9 @@ from ...checkpoints.record import Record
 from ...recipes.errors import counted, size_in_words
 from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
-from ..facts.benched import NO_SPEED
+from ..facts.benched import NO_SPEED, BenchFact
 from ..facts.dry_load import versions_in_short
+from ..facts.evaluated import EvaluationFact
 from ..facts.numbers import percent
 from ..facts.schema import FullReport
 from ..facts.served import how_served
@@ -93,7 +94,7 @@ class CardFacts:
         block.
         """
         name = self.record.source.name
-        evaluation = self.report.evaluation
+        evaluation = self.report.of(EvaluationFact)
         if evaluation and evaluation.source:
             path = evaluation.source.path
             if PurePath(path).name != PurePath(name).name:
@@ -360,7 +361,7 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     for group, donor in (record.donors or {}).items():
         name = f"{code(donor.name)}, revision {code(donor.revision)}"
         yield f"{code(group)} is not of {source}, but of {name}, with a license of its own."
-    if not (report.target or report.bench):
+    if not (report.target or report.of(BenchFact)):
         yield NO_SPEED
     if "sizes" in report.absent:
         yield report.absent["sizes"]

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ...recipes.frozen import frozen
-from ..facts.benched import Benched, words_of
+from ..facts.benched import Benched, BenchFact, words_of
 from ..facts.numbers import limit
 from ..facts.schema import FullReport
 from ..facts.served import Drafted, drafted
@@ -52,8 +52,9 @@ def charts(report: FullReport) -> dict[str, Chart]:
         if measured.checkpoint.drafts:
             found["acceptance"] = _acceptance(measured, report.judgement.gates.min_acceptance)
             break
-    if report.bench:
-        speed = _speed(report.bench.checkpoint)
+    bench = report.of(BenchFact)
+    if bench:
+        speed = _speed(bench.checkpoint)
         if speed:
             found["speed"] = speed
     return found

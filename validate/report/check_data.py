@@ -77,7 +77,7 @@ def record_static(
 def record_check(folder: Path, checked: Checked, identity: Identity, source: Source | None) -> None:
     """Write check.json of what was found; `source` is what the checkpoint was made from."""
     data = check_data(checked.data, opened=checked.source, source=source)
-    write_result(folder, "check", data, checkpoint=identity, vllm=data.judged_by)
+    write_result(folder, data, checkpoint=identity, vllm=data.judged_by)
 
 
 def static(

@@ -26,7 +26,7 @@ from ..facts.findings import errors_of
 from ..facts.numbers import percent
 from ..facts.results import MEASURED, CheckData, in_order
 from ..facts.schema import JudgementFact
-from ..facts.served import StationFact, drafted, has_no_block
+from ..facts.served import Judging, StationFact, drafted, has_no_block
 from ..facts.settle import (
     BOUND,
     Estimate,
@@ -59,10 +59,13 @@ def judge(
     parts = in_order(measured)
     reasons = [_findings(check, parts), _loads(check, parts), _acceptance(gates, parts)]
     is_draft = check is not None and check.target is not None
+    is_compared = any(part.is_compared for part in parts)
+    judging = Judging(gates=gates, listed=listed_tasks, is_compared=is_compared)
     for station in MEASURED:
+        fact = measured.get(station.part)
         # A draft of its own answers nothing, so it has no score.
-        if measured.get(station.part) or not is_draft:
-            reasons += station.reasons(gates, measured, listed_tasks)
+        if fact or not is_draft:
+            reasons += station.reasons(fact, judging)
     if is_draft:
         for number, one in enumerate(reasons):
             reasons[number] = one.model_copy(update={"says": of_pair(one.says)})

@@ -36,7 +36,6 @@ from ..facts.results import (
     STATIONS,
     CheckData,
     Result,
-    Station,
     checkpoint_folder,
     command,
     file_of,
@@ -50,8 +49,6 @@ from .check_data import record_static
 from .gates import decided_in, judge, verdict_on
 
 JSON_FILE = "report.json"
-STATION_OF: Mapping[str, Station] = {row.part: station for station, row in STATIONS.items()}
-"""Whose file holds a part of report.json."""
 
 
 def assemble(
@@ -76,7 +73,7 @@ def assemble(
         judgement: by the recipe's gates; None: by those of no recipe.
         identity: the bytes; None where nothing was recorded.
         results: SHA-256 of the result files by name.
-        measured: serve, evaluation, bench and closeness of real servers.
+        measured: by the part of report.json what each station gave.
     """
     judgement = judgement or judge(check=check, **measured)
     return FullReport(
@@ -99,7 +96,7 @@ def from_results(folder: Path) -> FullReport:
         CheckpointError: no check.json, a result of other bytes than the others, a file that cannot
             be read or was edited, or a file of answers that is not the one that was counted.
     """
-    results: dict[Station, Result[Any]] = {}
+    results: dict[str, Result[Any]] = {}
     for station in STATIONS:
         result = read_result(folder, station)
         if result:
@@ -125,7 +122,7 @@ def from_results(folder: Path) -> FullReport:
             # Without a dry load the first server says which vLLM it was.
             if not measured and not check.data.dry:
                 vllm = result.vllm
-            measured[STATIONS[station].part] = result.data
+            measured[result.data.part] = result.data
     # A file of answers, or of compared windows, must be the one that was counted.
     for station, result in results.items():
         for fact in getattr(result.data, "evidence", ()):
@@ -247,17 +244,17 @@ def refuse_stale(
     folder: Path,
     identity: Identity,
     *,
-    but: Sequence[Station],
+    but: Sequence[str],
     target: TargetFact | None = None,
 ) -> None:
     """Refuse, before the work, to measure where there are results of other bytes, or with another
-    target; those of `but` are measured now.
+    target; the parts of `but` are measured now.
 
     Raises:
         CheckpointError: naming the file and both numbers.
     """
-    for station in STATIONS:
-        if station in but:
+    for station, kind in STATIONS.items():
+        if kind.part in but:
             continue
         result = read_result(folder, station)
         if result:

@@ -58,9 +58,9 @@ def made(tmp_path_factory) -> Path:
     evidence = measured.measured(tmp_path_factory.mktemp("made") / "glm.nvfp4")
     identity = identify(checkpoint_folder(evidence), cache=evidence)
     bench = stations.bench_fact(sha256=identity.sha256)
-    measured.write(evidence, "bench", bench, identity)
+    measured.write(evidence, bench, identity)
     near = closeness(evidence, checkpoint=identity.sha256)
-    measured.write(evidence, "closeness", near, identity)
+    measured.write(evidence, near, identity)
     again(evidence)
     return evidence.parent
 
@@ -110,12 +110,12 @@ def test_a_result_read_back_is_the_same(evidence):
         assert (
             found is not None and found.station == station and found.vllm in (reports.VLLM, NEWEST)
         )
-        write_result(evidence, station, found.data, checkpoint=found.checkpoint, vllm=found.vllm)
+        write_result(evidence, found.data, checkpoint=found.checkpoint, vllm=found.vllm)
         kept = read_result(evidence, station)
         assert kept is not None and kept.data == found.data and kept.checkpoint == found.checkpoint
         assert (
             json.loads(before)["schema"]
-            == STATIONS[station].version
+            == STATIONS[station].form
             == {"check": 3, "serve": 4, "eval": 4, "bench": 2, "closeness": 2}[station]
         )
     assert read_result(evidence.with_name("none.report"), "check") is None
@@ -212,7 +212,7 @@ def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
     evidence, served = report_folder(folder), reports.accepting(17_208, 18_000, 20_000)
     identity = identify(folder, cache=evidence)
     record_static(evidence, open_source(folder), identity)
-    write_result(evidence, "serve", served, checkpoint=identity, vllm=reports.VLLM)
+    write_result(evidence, served, checkpoint=identity, vllm=reports.VLLM)
     full = from_results(evidence)
     assert full.judgement.gates.min_acceptance == least
     verdicts = {reason.gate: reason.verdict for reason in full.judgement.reasons}
@@ -237,7 +237,7 @@ def test_results_of_other_bytes_do_not_meet(evidence):
     )
     with pytest.raises(CheckpointError, match=rf"{says}\. {cure}"):
         refuse_stale(evidence, after, but=("check",))
-    refuse_stale(evidence, after, but=STATIONS)
+    refuse_stale(evidence, after, but=[kind.part for kind in STATIONS.values()])
     record_static(evidence, open_source(folder), after)
     for make in (refresh, verify):
         with pytest.raises(CheckpointError, match=says):
@@ -355,7 +355,6 @@ def test_a_result_that_is_gone_or_newer_makes_a_new_report(station, evidence):
     assert found is not None
     write_result(
         evidence,
-        station,
         found.data,
         checkpoint=found.checkpoint,
         vllm=found.vllm,
