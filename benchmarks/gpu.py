@@ -30,7 +30,7 @@ from keepmtp.validate.facts.dry_load import DryLoad
 from keepmtp.validate.facts.served import Run
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup, answer_missing
-from keepmtp.validate.measure.serve_check import AcceptanceStation, Check
+from keepmtp.validate.measure.serve_check import AcceptanceStation
 from keepmtp.validate.measure.texts import PROMPTS
 
 PAGE = ROOT / "docs" / "tables" / "gpu.md"
@@ -87,8 +87,8 @@ def served(
         prompts, most = PROMPTS[:1], 16
     model = Model(role="checkpoint", source=open_source(out), identity=identify(out))
     setup = Setup(vllm=find_vllm(), out=folder / "served", extra=tuple(words))
-    check = Check(ks=(0, K), prompts=prompts, max_tokens=most)
-    station = AcceptanceStation(setup=setup, source=None, checkpoint=model, check=check)
+    asked = {"ks": (0, K), "prompts": prompts, "max_tokens": most}
+    station = AcceptanceStation(setup=setup, source=None, checkpoint=model, **asked)
     found = station.served(model, answer_missing([station], [model], setup))
     drafting = found.runs[-1]
     if not drafting.loaded:

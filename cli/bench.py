@@ -60,8 +60,9 @@ def bench(
     Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts own.jsonl -- -tp 8`
     """
     from ..checkpoints.source import view_of
+    from ..validate.facts.served import those
     from ..validate.measure import bench as matrix
-    from ..validate.measure.harness import ks_up_to, refuse_drafts
+    from ..validate.measure.harness import ks_up_to, measured, refuse_drafts
     from ..validate.measure.texts import read_prompts
     from .measured import benched, would_do
     from .session import Session
@@ -95,16 +96,17 @@ def bench(
         answer(value, [in_words(value)], as_json=served.as_json)
         return
     checkpoint, compared = session.models("bench")
-    with session.watched() as setup:
-        fact = matrix.bench(checkpoint, compared, plan, setup=setup)
-    session.keep({"bench": fact}, checkpoint, compared)
+    with session.watched() as setup, setup.alone():
+        station = matrix.Bench(setup=setup, source=compared, checkpoint=checkpoint, plan=plan)
+        facts, _ = measured({"bench": station}, those(compared, checkpoint), setup)
+    session.keep(facts, checkpoint, compared)
     # A cell that failed has no figures, and the others are kept: the run says so at its end.
     status = 0
+    fact = facts["bench"]
     for model in fact.models:
         if any(cell.error for cell in model.cells):
             status = FINDINGS
-    value = {"bench": fact}
-    answer(value, [*benched(fact), session.places], as_json=served.as_json, status=status)
+    answer(facts, [*benched(fact), session.places], as_json=served.as_json, status=status)
 
 
 def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:

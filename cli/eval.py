@@ -203,7 +203,7 @@ def _stations(
     """
     from ..checkpoints.record import read_record
     from ..validate.measure import closeness, harness, lossless, tasks
-    from ..validate.measure.serve_check import AcceptanceStation, Check
+    from ..validate.measure.serve_check import AcceptanceStation
     from ..validate.measure.texts import PROMPTS, held_out, read_prompts
 
     chosen = asked.stations(gates, session.draft)
@@ -226,8 +226,9 @@ def _stations(
         if asked.prompts is not None:
             prompts = tuple([item.text for item in read_prompts(asked.prompts).items])
         most = asked.max_tokens or _MAX_TOKENS
-        check = Check(ks=tuple(ks), prompts=prompts, max_tokens=most, depths=depths)
-        makers["serve"] = partial(AcceptanceStation, check=check)
+        makers["serve"] = partial(
+            AcceptanceStation, ks=tuple(ks), prompts=prompts, max_tokens=most, depths=depths
+        )
     if "tasks" in chosen:
         questions = []
         for protocol in protocols:
@@ -248,8 +249,8 @@ def _stations(
         where = f"{session.opened.where}: keepmtp.json"
         # A text of the calibration data is refused: it says nothing.
         text = held_out(asked.text, record and read_record(record, where=where))
-        depth = closeness.Depth(tokens=asked.tokens or _TOKENS)
-        makers["closeness"] = partial(closeness.Closeness, text=text, depth=depth)
+        most = asked.tokens or _TOKENS
+        makers["closeness"] = partial(closeness.Closeness, text=text, tokens=most)
     return makers
 
 

@@ -14,8 +14,7 @@ from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.served import ResultFact, counters
-from keepmtp.validate.measure.figures import finish
-from keepmtp.validate.measure.store import Answer, AnswersHeader, Samples, Sitting
+from keepmtp.validate.measure.store import Answer, AnswersHeader, Samples, Sitting, finish
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
 

@@ -20,7 +20,7 @@ from keepmtp.validate.facts.settle import CHANCE
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure import lossless
 from keepmtp.validate.measure.harness import Model, Setup
-from keepmtp.validate.measure.serve_check import AcceptanceStation, Check, ServeCheck
+from keepmtp.validate.measure.serve_check import AcceptanceStation, ServeCheck
 from keepmtp.validate.report.gates import judge
 from real_vllm import HAS_AVX512, NEEDS_VLLM, NO_AVX512, UNIPROC, measure
 from safetensors.torch import load_file, save_file
@@ -87,10 +87,10 @@ def plain(tmp_path_factory) -> Path:
 
 def probed(folder: Path, out: Path, *ks: int, depths: tuple[int, ...] = (0,)) -> Served:
     setup = Setup(vllm=find_vllm(), out=out, timeout=400, extra=UNIPROC)
-    check = Check(ks=ks, prompts=("How many?",), max_tokens=48, depths=depths)
+    asked = {"ks": ks, "prompts": ("How many?",), "max_tokens": 48, "depths": depths}
     model = Model(role="checkpoint", source=open_source(folder), identity=identify(folder))
     found = measure(
-        AcceptanceStation(setup=setup, source=None, checkpoint=model, check=check)
+        AcceptanceStation(setup=setup, source=None, checkpoint=model, **asked)
     ).checkpoint
     assert all(run.loaded for run in found.runs), found.runs
     return found

@@ -15,7 +15,7 @@ from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.cures import in_words
 from keepmtp.validate.measure.harness import Model, Setup
-from keepmtp.validate.measure.serve_check import AcceptanceStation, Check
+from keepmtp.validate.measure.serve_check import AcceptanceStation
 from keepmtp.validate.report.report import verify
 from killed import small_recipe
 from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, measure
@@ -35,9 +35,9 @@ def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
     made = made_of(str(recipe), tmp_path / "made", **choices)
     setup = Setup(vllm=find_vllm(), out=tmp_path / "out", timeout=400, extra=UNIPROC)
     model = Model(role="checkpoint", source=open_source(made), identity=identify(made))
-    check = Check(ks=(1,), prompts=ASKED, max_tokens=40)
+    asked = {"ks": (1,), "prompts": ASKED, "max_tokens": 40}
     found = measure(
-        AcceptanceStation(setup=setup, source=None, checkpoint=model, check=check)
+        AcceptanceStation(setup=setup, source=None, checkpoint=model, **asked)
     ).checkpoint
     (run,) = found.runs
     assert found.as_served == "native" and run.loaded, run.error

@@ -550,10 +550,7 @@ def how_served(fact: StationFact) -> Iterator[str]:
         if reason and model.as_served == "native":
             yield f"Figures of the {model.role} are of a mended vLLM: {reason}."
         elif reason:
-            yield (
-                f"Figures of the {model.role} are of a {model.as_served}: {reason}. What "
-                "packed kernels and quantized activations change is not in these numbers."
-            )
+            yield f"Figures of the {model.role} are of a {model.as_served}: {reason}."
 
 
 def total(counted: Sequence[Drafts]) -> Drafts:

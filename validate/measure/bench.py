@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -27,15 +27,13 @@ from ...recipes.errors import first_fault
 from ...recipes.frozen import Json, frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Repetition, RequestForm
 from ..facts.results import now
-from ..facts.served import Role, counters, those
-from . import figures
+from ..facts.served import Role, counters
 from .harness import (
     Ask,
     Failures,
     Model,
     Setup,
     Work,
-    answer_missing,
     drafted_by,
     has_template,
     room_for,
@@ -49,7 +47,6 @@ from .texts import Prompts, texts
 WARM_UP_TOKENS = 32
 _LEAST_REQUESTS = 16
 _REQUESTS_A_SLOT = 4
-_SPEED_OF_A_COPY = "the speed of the copy is not the checkpoint's"
 _MAX_WORDS = 300
 
 
@@ -89,31 +86,6 @@ class BenchPlan:
     def sent(self, concurrency: int, form: RequestForm) -> list[str]:
         """What a load is asked."""
         return texts(self.prompts, self.num_requests(concurrency), seed=self.seed, form=form)
-
-
-def bench(
-    checkpoint: Model,
-    source: Model | None,
-    plan: BenchPlan,
-    *,
-    setup: Setup,
-) -> BenchFact:
-    """Measure what is missing of the source's matrix, then of the checkpoint's.
-
-    Args:
-        checkpoint: what is judged.
-        source: what it was made from; None leaves it out.
-        plan: what to measure.
-        setup: how to serve, and where to write.
-
-    Raises:
-        RecipeError: another run is at work there, or no room for a BF16 copy.
-        ServerFailed: a server did not come up, or died. What was measured is kept.
-        CheckpointError: repetitions that cannot be read, or weights that cannot be copied.
-    """
-    station = Bench(setup=setup, source=source, checkpoint=checkpoint, plan=plan)
-    with setup.alone():
-        return station.fact(answer_missing([station], those(source, checkpoint), setup))
 
 
 def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
@@ -176,20 +148,14 @@ class Bench:
         file = self._file(model)
         cells = []
         for concurrency, k in product(self.plan.concurrency, self._ks(model)):
+            lines = []
+            for line in file.in_order():
+                if (line.k, line.concurrency) == (k, concurrency):
+                    lines.append(line.repetition)
             error = self.errors.get((model.whose, k, concurrency), "")
-            numbers = range(0 if error else self.plan.repeat)
-            lines = [file.lines[MatrixPlace(k, concurrency, number)] for number in numbers]
             cells.append(
-                BenchCell(
-                    k=k,
-                    concurrency=concurrency,
-                    repetitions=tuple([line.repetition for line in lines]),
-                    error=error,
-                )
+                BenchCell(k=k, concurrency=concurrency, repetitions=tuple(lines), error=error)
             )
-        served = figures.served(file)
-        if served["as_served"] != "native":
-            served["reason"] += f"; {_SPEED_OF_A_COPY}"
         return Benched(
             role=model.whose,
             path=model.source.where,
@@ -198,7 +164,7 @@ class Bench:
             max_num_seqs=file.header.max_num_seqs,
             max_model_len=file.header.max_model_len,
             cells=tuple(cells),
-            **served,
+            **file.served,
         )
 
     def _ks(self, model: Model) -> list[int]:
@@ -206,7 +172,12 @@ class Bench:
 
     def _file(self, model: Model) -> BenchFile:
         file = open_matrix(model, self.plan, self.setup)
-        file.wanted = list(chain.from_iterable(map(self.plan.places, self._ks(model))))
+        file.wanted = []
+        for k in self._ks(model):
+            for place in self.plan.places(k):
+                # Of a load that failed once, nothing more is asked, and nothing counts.
+                if (model.whose, k, place.concurrency) not in self.errors:
+                    file.wanted.append(place)
         return file
 
 

@@ -54,37 +54,26 @@ _PREDICTIONS = TypeAdapter(Predictions)
 
 
 @frozen
-class Depth:
-    """How much is asked.
-
-    Attributes:
-        tokens: of text, at most.
-        window: tokens of a window, at most.
-        top: likeliest tokens at each position.
-        concurrency: windows in flight.
-    """
-
-    tokens: int
-    window: int = 512
-    top: int = 512
-    concurrency: int = 4
-
-
-@frozen
 class Closeness:
     """The station: the source's predictions, then the checkpoint's, compared with them.
 
     Attributes:
         setup, source, checkpoint: how to serve, and what.
         text: held out.
-        depth: how much is asked.
+        tokens: of text, at most.
+        window: tokens of a window, at most.
+        top: likeliest tokens at each position.
+        concurrency: windows in flight.
     """
 
     setup: Setup
     source: Model
     checkpoint: Model
     text: HeldOut
-    depth: Depth
+    tokens: int
+    window: int = 512
+    top: int = 512
+    concurrency: int = 4
 
     def works(self, model: Model) -> list[Work]:
         """The windows that a model still has to predict. How many the checkpoint is asked is known
@@ -102,7 +91,7 @@ class Closeness:
             is_whole = is_whole and not file.missing
         if is_whole:
             return []
-        return [_work(model, file, before, self.text, self.depth)]
+        return [self._work(model, file, before)]
 
     def fact(self, failures: Failures) -> ClosenessFact:
         """What both predicted, once both have."""
@@ -124,9 +113,9 @@ class Closeness:
         """What the headers of both files say."""
         return {
             "text_sha256": self.text.sha256,
-            "tokens": self.depth.tokens,
-            "window": self.depth.window,
-            "top": self.depth.top,
+            "tokens": self.tokens,
+            "window": self.window,
+            "top": self.top,
             "vocabulary": vocabulary_of(self.source.source),
         }
 
@@ -146,6 +135,82 @@ class Closeness:
             num_texts=len(self.text.texts),
         )
         return open_lines(self.setup.out, "closeness.checkpoint", header)
+
+    def _work(
+        self, model: Model, file: PredictedFile | ComparedFile, source: PredictedFile
+    ) -> Work:
+        """The windows that a model's file lacks; then the first of them once more, alone. The
+        source is asked for its predictions, the checkpoint for those that are compared with them.
+        """
+        is_source = file is source
+        header = source.header
+        windows = list[tuple[int, ...]]()
+        firsts = list[tuple[Predictions, Callable[[], Predictions]]]()
+
+        @contextmanager
+        def asking(server: Server) -> Iterator[Ask]:
+            """Predictions for a window, kept or compared."""
+            if is_source:
+                tokenize = partial(tokens_of, server)
+                windows[:] = cut_windows(
+                    tokenize, self.text, num_tokens=self.tokens, window_size=self.window
+                )
+                file.wanted = range(len(windows))
+            else:
+                windows[:] = windows_of(source)
+
+            def predict(number: int) -> Predictions:
+                ids = windows[number]
+                return predictions(server, ids, top=header.top, vocabulary=header.vocabulary)
+
+            if is_source and 0 in file.lines:  # a run that goes on
+                firsts.append((kept(source, 0), partial(predict, 0)))
+
+            def ask(number: int) -> PredictedWindow | ComparedWindow:
+                rows = predict(number)
+                ids = windows[number]
+                if not firsts:
+                    firsts.append((rows, partial(predict, number)))
+                if is_source:
+                    write_whole(_path(source, number), _PREDICTIONS.dump_json(rows).decode())
+                    return PredictedWindow(window=number, ids=ids)
+                before = kept(source, number)
+                places = compare(before, rows, is_whole=header.is_whole)
+                return ComparedWindow(
+                    window=number,
+                    nats=tuple([place.nats for place in places]),
+                    flips=tuple([at for at, place in enumerate(places) if place.is_flip]),
+                    outside=tuple([place.outside for place in places]),
+                    source_nll=_nll(before, ids),
+                    checkpoint_nll=_nll(rows, ids),
+                )
+
+            yield ask
+
+        def repeated() -> float:
+            """Nats a token between this server's first predictions, with others in flight, and the
+            same alone.
+            """
+            rows, again = firsts[0]
+            return fmean([place.nats for place in compare(rows, again(), is_whole=header.is_whole)])
+
+        return Work(
+            name=f"closeness.{model.role}",
+            model=model,
+            file=file,
+            asking=asking,
+            # Drafting does not change predictions: vLLM 0.32.0 computes them from the target alone
+            # (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
+            # last bit with method=mtp and without. Without it a server starts faster and leaves
+            # more memory.
+            k=0,
+            max_model_len=self.window + 1,
+            concurrency=self.concurrency,
+            further=("--max-logprobs", str(min(header.top, header.vocabulary))),
+            repeated=repeated,
+            unit="window",
+            task="closeness",
+        )
 
 
 def vocabulary_of(source: Source) -> int:
@@ -192,86 +257,6 @@ def cut_windows(
         rule = "must hold text of some tokens"
         raise RecipeError(text.path, rule, got="none of two tokens", cure=cure)
     return windows
-
-
-def _work(
-    model: Model,
-    file: PredictedFile | ComparedFile,
-    source: PredictedFile,
-    text: HeldOut,
-    depth: Depth,
-) -> Work:
-    """The windows that a model's file lacks; then the first of them once more, alone. The source is
-    asked for its predictions, the checkpoint for those that are compared with them.
-    """
-    is_source = file is source
-    header = source.header
-    windows = list[tuple[int, ...]]()
-    firsts = list[tuple[Predictions, Callable[[], Predictions]]]()
-
-    @contextmanager
-    def asking(server: Server) -> Iterator[Ask]:
-        """Predictions for a window, kept or compared."""
-        if is_source:
-            tokenize = partial(tokens_of, server)
-            size = depth.window
-            windows[:] = cut_windows(tokenize, text, num_tokens=depth.tokens, window_size=size)
-            file.wanted = range(len(windows))
-        else:
-            windows[:] = windows_of(source)
-
-        def predict(number: int) -> Predictions:
-            ids = windows[number]
-            return predictions(server, ids, top=header.top, vocabulary=header.vocabulary)
-
-        if is_source and 0 in file.lines:  # a run that goes on
-            firsts.append((kept(source, 0), partial(predict, 0)))
-
-        def ask(number: int) -> PredictedWindow | ComparedWindow:
-            rows = predict(number)
-            ids = windows[number]
-            if not firsts:
-                firsts.append((rows, partial(predict, number)))
-            if is_source:
-                write_whole(_path(source, number), _PREDICTIONS.dump_json(rows).decode())
-                return PredictedWindow(window=number, ids=ids)
-            before = kept(source, number)
-            places = compare(before, rows, is_whole=header.is_whole)
-            return ComparedWindow(
-                window=number,
-                nats=tuple([place.nats for place in places]),
-                flips=tuple([at for at, place in enumerate(places) if place.is_flip]),
-                outside=tuple([place.outside for place in places]),
-                source_nll=_nll(before, ids),
-                checkpoint_nll=_nll(rows, ids),
-            )
-
-        yield ask
-
-    def repeated() -> float:
-        """Nats a token between this server's first predictions, with others in flight, and the same
-        alone.
-        """
-        rows, again = firsts[0]
-        return fmean([place.nats for place in compare(rows, again(), is_whole=header.is_whole)])
-
-    return Work(
-        name=f"closeness.{model.role}",
-        model=model,
-        file=file,
-        asking=asking,
-        # Drafting does not change predictions: vLLM 0.32.0 computes them from the target alone
-        # (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
-        # last bit with method=mtp and without. Without it a server starts faster and leaves more
-        # memory.
-        k=0,
-        max_model_len=depth.window + 1,
-        concurrency=depth.concurrency,
-        further=("--max-logprobs", str(min(header.top, header.vocabulary))),
-        repeated=repeated,
-        unit="window",
-        task="closeness",
-    )
 
 
 def _path(file: PredictedFile, number: int) -> Path:

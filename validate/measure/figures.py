@@ -1,66 +1,19 @@
-"""What follows from the files of answers alone, as fields of a result.
+"""What follows from the windows of a text that were compared.
 
-In: files whose answers are all there. Out: fields of an `EvaluatedFact` or a `ClosenessFact`.
+In: a file of them, and the source's own. Out: fields of a `ClosenessFact`.
 
 Easy to get wrong: positions of one window of text are not independent, so every error is taken over
 windows.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from ...recipes.frozen import Json
-from ..facts.served import Role, counters, total
-from .store import ComparedFile, LineFile, Samples
-
-# --- tasks ----------------------------------------------------------------------------------------
-
-
-def finish(samples: Samples, right: Mapping[str, Sequence[bool]]) -> None:
-    """Put the lines in order, with what each filter says of every answer."""
-    for number, answer in samples.lines.items():
-        by_filter = {name: values[number] for name, values in right.items()}
-        samples.lines[number] = answer.model_copy(update={"correct": by_filter})
-    samples.put_in_order()
-
-
-def correct(samples: Samples, name: str) -> tuple[bool, ...]:
-    """Right or not by one filter, in the order of the numbers, once the file is finished."""
-    return tuple([answer.correct[name] for answer in samples.in_order()])
-
-
-def counted(samples: Samples) -> Json:
-    """Fields of an `EvaluatedFact`."""
-    answers = samples.lines.values()
-    sittings = list(samples.sittings.values())
-    return {
-        "role": samples.header.role,
-        "sha256": samples.header.checkpoint_sha256,
-        "num_questions": len(answers),
-        "num_truncated": sum([answer.finish_reason == "length" for answer in answers]),
-        "num_empty": sum([not answer.text.strip() for answer in answers]),
-        "num_tokens": sum([answer.num_tokens for answer in answers]),
-        "seconds": sum([sitting.seconds for sitting in sittings]),
-        "sittings": len(sittings),
-        **counters(total(sittings)),
-        **served(samples),
-    }
-
-
-def served(file: LineFile[Any, Any]) -> Json:
-    """How the servers were served, as fields of a fact."""
-    # One that drafts may have applied more cures than the others, and its reason names them.
-    sittings = sorted(file.sittings.values(), key=attrgetter("sitting"), reverse=True)
-    if not sittings:
-        return {}
-    fullest = max(sittings, key=lambda sitting: len(sitting.reason))
-    return {"as_served": fullest.as_served, "reason": fullest.reason}
-
-
-# --- closeness ------------------------------------------------------------------------------------
+from ..facts.served import Role
+from .store import ComparedFile, LineFile
 
 
 def closeness(file: ComparedFile) -> Json:
@@ -105,9 +58,9 @@ def _predicted(file: LineFile[Any, Any], role: Role, sha256: str, nll: float) ->
         "sha256": sha256,
         "perplexity": math.exp(nll),
         "sittings": len(sittings),
-        "seconds": sum([sitting.seconds for sitting in sittings]),
+        "seconds": file.seconds,
         "repeated": max(repeated, default=None),
-        **served(file),
+        **file.served,
     }
 
 

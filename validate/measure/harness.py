@@ -390,7 +390,7 @@ def planned(stations: Sequence[Measuring], models: Sequence[Model]) -> list[list
 
 def measured(
     stations: Mapping[str, Measuring], models: Sequence[Model], setup: Setup
-) -> tuple[dict[str, Fact], ServerFailed | None]:
+) -> tuple[dict[str, Any], ServerFailed | None]:
     """Ask what is missing. What each station found, by its name; without a fact are those that a
     failure, which comes with them, has left without answers.
 

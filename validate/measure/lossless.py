@@ -26,11 +26,10 @@ from ..facts.evaluated import NOT_EMPTY, DraftingFact, SwitchFact
 from ..facts.paired import parted
 from ..facts.probed import InAnswer, ProbeFact
 from ..facts.served import Output
-from .figures import correct
 from .harness import room_for
 from .replies import TokensReply
 from .server import Server
-from .store import Continuation, LineFile, ProbeHeader, Samples
+from .store import Answer, Continuation, LineFile, ProbeHeader, Samples
 from .texts import held_out
 
 # Of an answer, at most.
@@ -159,10 +158,12 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
     # A fault is one way of serving that is right more often than chance gives. vLLM issue 43559:
     # 20 % fewer right answers with prefix caching; issue 43650: 18 of 39 against 39 of 39, many
     # answers empty.
-    readings = {name: (correct(plain, name), correct(drafted, name)) for name in filters}
-    readings[NOT_EMPTY] = (_has_text(plain), _has_text(drafted))
+    off = plain.in_order()
+    on = drafted.in_order()
     switches = []
-    for name, (before, after) in readings.items():
+    for name in (*filters, NOT_EMPTY):
+        before = [_is_right(answer, name) for answer in off]
+        after = [_is_right(answer, name) for answer in on]
         only_plain, only_drafting = parted(before, after)
         switches.append(
             SwitchFact(
@@ -175,11 +176,12 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
     # Greedy decoding promises the same text, but only up to rounding: a step of one token and a
     # step of several are computed by other kernels, and where two tokens are nearly as likely, the
     # last digit decides. So another text is counted, and is no fault by itself.
-    pairs = zip(plain.in_order(), drafted.in_order(), strict=True)
-    num_changed = sum([before.text != after.text for before, after in pairs])
+    num_changed = sum([before.text != after.text for before, after in zip(off, on, strict=True)])
     return DraftingFact(switches=tuple(switches), num_changed=num_changed)
 
 
-def _has_text(samples: Samples) -> tuple[bool, ...]:
-    """Of each answer, in the order of the questions."""
-    return tuple([answer.text.strip() != "" for answer in samples.in_order()])
+def _is_right(answer: Answer, name: str) -> bool:
+    """By one filter; or whether there is any text."""
+    if name == NOT_EMPTY:
+        return bool(answer.text.strip())
+    return answer.correct[name]

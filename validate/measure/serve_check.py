@@ -15,8 +15,8 @@ from itertools import chain, groupby
 from operator import attrgetter
 
 from ...recipes.frozen import frozen
-from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, those, total
-from . import figures, lossless
+from ..facts.served import Output, Run, ServeCheck, Served, partings, those
+from . import lossless
 from .harness import Ask, Failures, Model, Setup, Work, as_hosted, drafted_by, room_for
 from .server import Server
 from .store import Continuation, ContinuationHeader, LineFile, ProbeHeader, open_lines
@@ -26,25 +26,23 @@ _OUTPUT = {*Output.model_fields}
 
 
 @frozen
-class Check:
-    """What to ask: `ks` are speculative tokens a step, ascending, starting with 0; `depths` those
-    of the probe, which is asked with the first and the last k.
-    """
-
-    ks: tuple[int, ...]
-    prompts: tuple[str, ...]
-    max_tokens: int
-    depths: tuple[int, ...] = ()
-
-
-@frozen
 class AcceptanceStation:
-    """The station: how to serve, whom, and what to ask."""
+    """The station: how to serve, whom, and what to ask.
+
+    Attributes:
+        setup, source, checkpoint: how to serve, and what.
+        ks: tokens drafted a step, ascending, starting with 0.
+        prompts, max_tokens: what is asked, and the limit of an answer.
+        depths: those of the probe, which is asked with the first and the last k.
+    """
 
     setup: Setup
     source: Model | None
     checkpoint: Model
-    check: Check
+    ks: tuple[int, ...]
+    prompts: tuple[str, ...]
+    max_tokens: int
+    depths: tuple[int, ...] = ()
 
     def works(self, model: Model) -> list[Work]:
         """What a checkpoint is still to be asked: at every k the prompts, at the first and the last
@@ -61,15 +59,14 @@ class AcceptanceStation:
         """
         models = those(self.source, self.checkpoint)
         works = chain.from_iterable(map(self._all, models))
-        sittings = chain.from_iterable(work.file.sittings.values() for work in works)
         target = self.checkpoint.target
         return ServeCheck(
             source=self.source and self.served(self.source, failures),
             checkpoint=self.served(self.checkpoint, failures),
-            prompts=self.check.prompts,
-            max_tokens=self.check.max_tokens,
+            prompts=self.prompts,
+            max_tokens=self.max_tokens,
             environment=self.setup.environment,
-            seconds=sum(sitting.seconds for sitting in sittings),
+            seconds=sum([work.file.seconds for work in works]),
             target=target and target.as_target,
         )
 
@@ -89,7 +86,7 @@ class AcceptanceStation:
             run = _run(prompts.file, k, log, runs[:1])
             probed = tuple([lossless.counted(each.file) for each in probes])
             runs.append(run.model_copy(update={"probed": probed}))
-            how = figures.served(prompts.file)
+            how = prompts.file.served
         return Served(
             role=model.whose,
             path=model.source.where,
@@ -99,64 +96,74 @@ class AcceptanceStation:
 
     def _all(self, model: Model) -> list[Work]:
         """For each k the prompts, then the probe."""
-        ks = sorted({drafted_by(model, k) for k in self.check.ks})
+        ks = sorted({drafted_by(model, k) for k in self.ks})
         works = []
         for k in ks:
-            works.append(_work(model, k, self.setup, self.check))
+            works.append(self._prompts(model, k))
             if k in (ks[0], ks[-1]):
-                for depth in self.check.depths:
-                    works.append(_work(model, k, self.setup, self.check, depth))
+                works += [self._probe(model, k, depth) for depth in self.depths]
         return works
 
+    def _prompts(self, model: Model, k: int) -> Work:
+        header = ContinuationHeader(
+            k=k,
+            prompts=self.prompts,
+            max_tokens=self.max_tokens,
+            num=len(self.prompts),
+            **self.setup.asked_of(model),
+        )
+        return _work(self.setup, model, f"serve.{model.role}.k{k}", header)
 
-def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = None) -> Work:
-    """The prompts for one server; or with a depth the probe."""
-    if depth is not None:
-        most = min(check.max_tokens, lossless.MAX_TOKENS)
-        check = replace(check, prompts=(*lossless.PROMPTS.values(),), max_tokens=most)
-    header = ContinuationHeader(
-        k=k,
-        prompts=check.prompts,
-        max_tokens=check.max_tokens,
-        num=len(check.prompts),
-        **setup.asked_of(model),
-    )
-    name = f"serve.{model.role}.k{k}"
-    if depth is not None:
-        name = f"lossless.{model.role}.k{k}.{depth}"
-        header = ProbeHeader(depth=depth, other_sha256=lossless.OTHER.sha256, **dict(header))
-    file = open_lines(setup.out, name, header)
+    def _probe(self, model: Model, k: int, depth: int) -> Work:
+        header = ProbeHeader(
+            k=k,
+            prompts=(*lossless.PROMPTS.values(),),
+            max_tokens=min(self.max_tokens, lossless.MAX_TOKENS),
+            num=len(lossless.PROMPTS),
+            depth=depth,
+            other_sha256=lossless.OTHER.sha256,
+            **self.setup.asked_of(model),
+        )
+        work = _work(self.setup, model, f"lossless.{model.role}.k{k}.{depth}", header, depth)
+        return replace(work, concurrency=4, task=f"the probe at depth {depth:,}")
+
+
+def _work(
+    setup: Setup, model: Model, name: str, header: ContinuationHeader, depth: int = 0
+) -> Work:
+    """Prompts for one server, after so many tokens of other text."""
+    is_probe = isinstance(header, ProbeHeader)
 
     @contextmanager
     def asking(server: Server) -> Iterator[Ask]:
         """The first prompt once for warming up, then each of them, timed."""
-        most = min(_WARM_UP_TOKENS, check.max_tokens)
-        before = lossless.text_before(server, depth or 0)
-        server.complete(before + check.prompts[0], max_tokens=most)
+        before = lossless.text_before(server, depth)
+        most = min(_WARM_UP_TOKENS, header.max_tokens)
+        server.complete(before + header.prompts[0], max_tokens=most)
 
         def ask(prompt: int) -> Continuation:
+            text = before + header.prompts[prompt]
             start = time.monotonic()
-            output = server.complete(before + check.prompts[prompt], max_tokens=check.max_tokens)
+            output = server.complete(text, max_tokens=header.max_tokens)
             seconds = time.monotonic() - start
-            if depth is not None:
+            if is_probe:
                 output = lossless.joined(server, output)
             return Continuation(prompt=prompt, seconds=seconds, **dict(output))
 
         yield ask
 
+    room = room_for(header.prompts, model.source, is_chat=False, max_tokens=header.max_tokens)
     return Work(
         name=name,
         model=model,
-        file=file,
+        file=open_lines(setup.out, name, header),
         asking=asking,
-        k=k,
-        max_model_len=(depth or 0)
-        + room_for(check.prompts, model.source, is_chat=False, max_tokens=check.max_tokens),
-        concurrency=1 if depth is None else 4,
+        k=header.k,
+        max_model_len=depth + room,
         max_num_seqs=4,
         may_fail=True,
         unit="prompt",
-        task="acceptance" if depth is None else f"the probe at depth {depth:,}",
+        task="acceptance",
     )
 
 
@@ -164,7 +171,6 @@ def _run(
     file: LineFile[ContinuationHeader, Continuation], k: int, log: str, before: list[Run]
 ) -> Run:
     """What one server's file says, against the run without drafting."""
-    sittings = list(file.sittings.values())
     lines = file.in_order()
     outputs = tuple([Output(**line.model_dump(include=_OUTPUT)) for line in lines])
     rate = sum([line.num_tokens for line in lines]) / sum([line.seconds for line in lines])
@@ -174,10 +180,10 @@ def _run(
     return Run(
         k=k,
         loaded=True,
-        seconds_to_health=sittings[-1].seconds_to_health,
+        seconds_to_health=[*file.sittings.values()][-1].seconds_to_health,
         tokens_per_second=rate,
         outputs=outputs,
         log=log,
         partings=parted,
-        **counters(total(sittings)),
+        **file.counts,
     )

@@ -18,6 +18,7 @@ Easy to get wrong: lines under another header say nothing under this one.
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -27,10 +28,11 @@ from ...checkpoints import json_file
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...checkpoints.files import refuse_strange, unwritable, write_whole
 from ...recipes.errors import CheckpointError, first_fault
+from ...recipes.frozen import Json
 from ...recipes.protocol import Evaluation
 from ..facts.benched import Repetition, RequestForm
 from ..facts.rows import Arm
-from ..facts.served import AsServed, Drafts
+from ..facts.served import AsServed, Drafts, counters, total
 
 _CURE = "Move the file away, and what it held is measured again"
 
@@ -293,6 +295,24 @@ class LineFile(Generic[Head, OneLine]):
         """Places without a line."""
         return [place for place in self.wanted if place not in self.lines]
 
+    @property
+    def seconds(self) -> float:
+        """Of asking, over all servers."""
+        return sum([sitting.seconds for sitting in self.sittings.values()])
+
+    @property
+    def counts(self) -> Json:
+        """The draft counters of all servers, as fields of a fact."""
+        return counters(total([*self.sittings.values()]))
+
+    @property
+    def served(self) -> Json:
+        """How the servers were served, as fields of a fact."""
+        # One that drafts may have applied more cures than the others, and its reason names them.
+        newest_first = sorted(self.sittings.values(), key=attrgetter("sitting"), reverse=True)
+        fullest = max(newest_first, key=lambda sitting: len(sitting.reason))
+        return {"as_served": fullest.as_served, "reason": fullest.reason}
+
     def add(self, line: Any) -> None:
         """Append one line; it is on the disk when this returns.
 
@@ -317,20 +337,27 @@ class LineFile(Generic[Head, OneLine]):
         else:
             self.lines[line.place] = line
 
-    def put_in_order(self) -> None:
-        """Write the file anew: lines by place, then the servers."""
-        text = _text(self.header)
-        for held in (self.lines, self.sittings):
-            for place in sorted(held):
-                text += _text(held[place])
-        if self.path.read_text(encoding="utf-8") != text:
-            write_whole(self.path, text)
-
 
 Samples = LineFile[AnswersHeader, Answer]
 PredictedFile = LineFile[PredictedHeader, PredictedWindow]
 ComparedFile = LineFile[ComparedHeader, ComparedWindow]
 BenchFile = LineFile[BenchHeader, Measured]
+
+
+def finish(samples: Samples, right: Mapping[str, Sequence[bool]]) -> None:
+    """Write a file of answers anew: in order, with what each filter says of every answer; then the
+    servers.
+    """
+    text = _text(samples.header)
+    for number in sorted(samples.lines):
+        by_filter = {name: values[number] for name, values in right.items()}
+        answer = samples.lines[number].model_copy(update={"correct": by_filter})
+        samples.lines[number] = answer
+        text += _text(answer)
+    for number in sorted(samples.sittings):
+        text += _text(samples.sittings[number])
+    if samples.path.read_text(encoding="utf-8") != text:
+        write_whole(samples.path, text)
 
 
 def open_lines(folder: Path, name: str, header: Head) -> LineFile[Head, Any]:

@@ -21,7 +21,7 @@ from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
 from ..facts.served import those
-from . import figures, lm_eval_task, lossless, tool_calls
+from . import lm_eval_task, lossless, tool_calls
 from .harness import (
     Failures,
     Model,
@@ -33,7 +33,7 @@ from .harness import (
 )
 from .lm_eval_task import VERSIONS, Questions, scores, sum_of
 from .server import Server
-from .store import Answer, AnswersHeader, open_lines
+from .store import Answer, AnswersHeader, finish, open_lines
 
 _LEAST_SECONDS = 600.0
 
@@ -215,13 +215,23 @@ def _task_fact(
             num_calls = (num_calls or 0) + tool_calls.num_calls(chain(*texts))
         else:
             found, rights[role] = scores(questions, *texts)
-        figures.finish(samples, rights[role])
+        finish(samples, rights[role])
+        answers = samples.lines.values()
         facts[role] = EvaluatedFact(
+            role=role,
             path=model.source.where,
+            sha256=model.identity.sha256,
             scores=found,
+            num_questions=len(answers),
+            num_truncated=sum([answer.finish_reason == "length" for answer in answers]),
+            num_empty=sum([not answer.text.strip() for answer in answers]),
+            num_tokens=sum([answer.num_tokens for answer in answers]),
+            seconds=samples.seconds,
+            sittings=len(samples.sittings),
             samples=samples.path.name,
             samples_sha256=file_sha256(samples.path),
-            **figures.counted(samples),
+            **samples.counts,
+            **samples.served,
         )
     after = rights["checkpoint"]
     pairs = []

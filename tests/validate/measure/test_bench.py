@@ -13,6 +13,7 @@ from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.store import BenchFile, Measured, Sitting
 from keepmtp.validate.measure.texts import read_prompts
 from pydantic import ValidationError
+from real_vllm import measure as found_by
 from stations import FLASH, bench_fact, benched, cell, repetition
 from stub_vllm import stub_vllm
 
@@ -32,6 +33,12 @@ def model(role) -> Model:
     return Model(role=role, source=open_source(GLM), identity=identify(GLM))
 
 
+def bench(setup: Setup, asked: matrix.BenchPlan, source: Model | None = None) -> BenchFact:
+    """What is found of the checkpoint, and of a source."""
+    whose = {"source": source, "checkpoint": model("checkpoint")}
+    return found_by(matrix.Bench(setup=setup, plan=asked, **whose))
+
+
 def measured(setup: Setup, asked: matrix.BenchPlan, role: str, rate: float) -> BenchFile:
     """The whole matrix, of so many tokens a second at k=0."""
     lines = matrix.open_matrix(model(role), asked, setup)
@@ -47,7 +54,7 @@ def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
     asked, setup = plan(), Setup(vllm=vllm, out=tmp_path / "out")
     for role, rate in (("source", 100.0), ("checkpoint", 300.0)):
         measured(setup, asked, role, rate)
-    fact = matrix.bench(model("checkpoint"), model("source"), asked, setup=setup)
+    fact = bench(setup, asked, model("source"))
     assert [each.role for each in fact.models] == ["source", "checkpoint"]
     for found, rate in zip(fact.models, (100.0, 300.0), strict=True):
         cells = [(cell.concurrency, cell.k) for cell in found.cells]
@@ -56,7 +63,7 @@ def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
         rates = [cell.tokens_per_second for cell in found.cells]
         assert rates == pytest.approx([rate, 2 * rate] * 2)
         assert [row.k for row in found.recommended] == [1, 1]
-    fewer = matrix.bench(model("checkpoint"), None, plan(ks=(1,)), setup=setup)
+    fewer = bench(setup, plan(ks=(1,)))
     assert fewer.source is None and {cell.k for cell in fewer.checkpoint.cells} == {1}
     assert not (tmp_path / "out" / "logs").exists(), "no server was started"
 
@@ -73,7 +80,7 @@ def test_one_run_at_a_time(vllm, tmp_path):
     setup = Setup(vllm=vllm, out=tmp_path / "out")
     says = "only one run may measure into a folder"
     with held(setup.out, "x"), pytest.raises(RecipeError, match=says):
-        matrix.bench(model("checkpoint"), None, plan(), setup=setup)
+        bench(setup, plan())
 
 
 def test_a_template_of_the_users_words_asks_messages(vllm, tmp_path):

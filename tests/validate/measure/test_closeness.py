@@ -22,7 +22,7 @@ from keepmtp.validate.facts.served import Drafts
 from keepmtp.validate.facts.vllm_env import VLLM
 from keepmtp.validate.measure import closeness as measure
 from keepmtp.validate.measure import harness
-from keepmtp.validate.measure.closeness import Apart, Depth, Predictions, compare, cut_windows
+from keepmtp.validate.measure.closeness import Apart, Predictions, compare, cut_windows
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.replies import Reply
 from keepmtp.validate.measure.server import ServerFailed
@@ -100,13 +100,11 @@ def run(out: Path, **changed: Any):
     texts = changed.pop("text", TEXT)
     before, after = changed.pop("source", "5" * 64), changed.pop("checkpoint", "c" * 64)
     models = model("checkpoint", after), model("source", before)
-    depth = Depth(**({"tokens": 150, "window": 16, "top": 20, "concurrency": 3} | changed))
+    depth = {"tokens": 150, "window": 16, "top": 20, "concurrency": 3} | changed
     setup = Setup(vllm=H100, out=out)
     checkpoint, source = models
     return found_by(
-        measure.Closeness(
-            setup=setup, source=source, checkpoint=checkpoint, text=texts, depth=depth
-        )
+        measure.Closeness(setup=setup, source=source, checkpoint=checkpoint, text=texts, **depth)
     )
 
 

@@ -7,13 +7,13 @@ import pytest
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.served import total
-from keepmtp.validate.measure.figures import correct, finish
 from keepmtp.validate.measure.lossless import drafting
 from keepmtp.validate.measure.store import (
     Answer,
     AnswersHeader,
     Samples,
     Sitting,
+    finish,
     open_lines,
     read_lines,
 )
@@ -57,9 +57,9 @@ def test_a_file_goes_on(begun, tmp_path):
     finish(samples, right)
     before = begun.path.read_bytes()
     found = read_lines(begun.path, AnswersHeader)
-    assert (
-        list(found.lines) == [0, 1, 2] and {name: correct(found, name) for name in right} == right
-    )
+    assert list(found.lines) == [0, 1, 2]
+    for name, values in right.items():
+        assert tuple(answer.correct[name] for answer in found.in_order()) == values
     finish(found, right)
     assert begun.path.read_bytes() == before, "in order, it changes no more"
 

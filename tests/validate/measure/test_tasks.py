@@ -17,11 +17,10 @@ from keepmtp.quantize.run.progress import Step
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.served import total
 from keepmtp.validate.measure import harness, tasks
-from keepmtp.validate.measure.figures import finish
 from keepmtp.validate.measure.harness import Host, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
-from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
+from keepmtp.validate.measure.store import AnswersHeader, Samples, finish, read_lines
 from keepmtp.validate.measure.tasks import work_of
 from real_vllm import H100
 
