@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from .recipes.tensor_parallel import Split
     from .validate.check.check import Checked
     from .validate.check.reading import Level
-    from .validate.facts.comparison import Comparison
     from .validate.facts.dry_load import GPU
     from .validate.facts.findings import Finding
     from .validate.facts.results import CheckData
     from .validate.facts.schema import FullReport as Report
+    from .validate.report.comparison import Comparison
 
 __all__ = [
     "CheckData",

@@ -29,7 +29,7 @@ from keepmtp.quantize.run.ranks import joined
 from keepmtp.validate.facts.dry_load import DryLoad
 from keepmtp.validate.facts.served import Run
 from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.measure.harness import Model, Setup, answer_missing
+from keepmtp.validate.measure.harness import Model, Setup, measured
 from keepmtp.validate.measure.serve_check import AcceptanceStation
 from keepmtp.validate.measure.texts import PROMPTS
 
@@ -89,7 +89,7 @@ def served(
     setup = Setup(vllm=find_vllm(), out=folder / "served", extra=tuple(words))
     asked = {"ks": (0, K), "prompts": prompts, "max_tokens": most}
     station = AcceptanceStation(setup=setup, source=None, checkpoint=model, **asked)
-    found = station.served(model, answer_missing([station], [model], setup))
+    found = measured({"serve": station}, [model], setup)[0]["serve"].checkpoint
     drafting = found.runs[-1]
     if not drafting.loaded:
         raise RuntimeError(drafting.error)

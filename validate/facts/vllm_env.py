@@ -30,10 +30,6 @@ _ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_SECONDS = 1800.0
 """How long a server may take to be healthy, where nothing else is said."""
 
-CPU_FLAGS = (
-    *("avx2", "avx512f", "avx512_bf16", "avx512_vnni"),
-    *("amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16"),
-)
 # vLLM's own Python answers, and quickly: it reads package metadata and imports neither vllm nor
 # torch, which take seconds each. The wheel for CPUs has a name of its own. `origin` tells an
 # importable vllm from leftover metadata.
@@ -71,7 +67,7 @@ class VLLM:
         build: what vLLM was built for.
         gpus: NVIDIA GPUs of this machine, whatever the build.
         cpu: processor name; "" if unknown.
-        cpu_features: the flags among those that vLLM's CPU kernels ask for.
+        cpu_features: the processor's flags.
         site: a folder with another vllm/ in it, which the dry load takes instead of the installed
             one; `version` is then its own (validate/dryload/versions.py). Nothing serves it.
         unmet: what that vLLM requires and this environment has otherwise: "transformers<5.18, not
@@ -90,7 +86,7 @@ class VLLM:
     build: Literal["cpu", "cuda"]
     gpus: tuple[GPU, ...]
     cpu: str
-    cpu_features: tuple[str, ...]
+    cpu_features: frozenset[str]
     site: Path | None = None
     unmet: str = ""
     cures: tuple[str, ...] = ()
@@ -154,7 +150,7 @@ def find_vllm() -> VLLM:
         build="cpu" if is_cpu else "cuda",
         gpus=gpus_here(),
         cpu=cpu,
-        cpu_features=tuple([flag for flag in CPU_FLAGS if flag in flags]),
+        cpu_features=flags,
     )
 
 

@@ -374,50 +374,31 @@ def as_hosted(model: Model, setup: Setup) -> Json:
     return {"as_served": "native", "reason": ""}
 
 
-def by_server(works: Iterable[Work]) -> list[list[Work]]:
-    """The works of one model by the server that answers them, the fewest drafts first."""
+def planned(stations: Iterable[Measuring], models: Sequence[Model]) -> list[list[Work]]:
+    """The servers that are going to be started, each with what it is asked: of each model, the
+    fewest drafts first.
+    """
     alike = attrgetter("k", "words")
-    return [list(together) for _, together in groupby(sorted(works, key=alike), key=alike)]
-
-
-def planned(stations: Sequence[Measuring], models: Sequence[Model]) -> list[list[Work]]:
-    """The servers that are going to be started, each with what it is asked."""
     servers = []
     for model in models:
-        servers += by_server(chain(*[station.works(model) for station in stations]))
+        works = chain(*[station.works(model) for station in stations])
+        for _, together in groupby(sorted(works, key=alike), key=alike):
+            servers.append(list(together))
     return servers
 
 
 def measured(
     stations: Mapping[str, Measuring], models: Sequence[Model], setup: Setup
 ) -> tuple[dict[str, Any], ServerFailed | None]:
-    """Ask what is missing. What each station found, by its name; without a fact are those that a
-    failure, which comes with them, has left without answers.
-
-    Raises:
-        ServerFailed, RecipeError, CheckpointError: see `answer_missing`.
-    """
-    failures = answer_missing([*stations.values()], models, setup)
-    facts = {}
-    failure = None
-    for name, station in stations.items():
-        left = chain.from_iterable(map(station.works, models))
-        if all(work.may_fail for work in left):
-            facts[name] = station.fact(failures)
-        else:
-            failure = next(iter(failures.values()))
-    return facts, failure
-
-
-def answer_missing(
-    stations: Sequence[Measuring], models: Sequence[Model], setup: Setup
-) -> Failures:
     """Ask the models one after the other what is missing: each of their servers once, and none
     where nothing is.
 
-    Returns: the failures that are answers. After one, nothing is asked but what may fail, and of
-        that model nothing where its server without drafts failed: with method=mtp it would fail the
-        same way, minutes later.
+    After a failure that is an answer, nothing is asked but what may fail, and of that model nothing
+    where its server without drafts failed: with method=mtp it would fail the same way, minutes
+    later.
+
+    Returns: what each station found, by its name; without a fact are those that a failure, which
+        comes with them, has left without answers.
 
     Raises:
         ServerFailed: see `Host.answer`.
@@ -425,7 +406,7 @@ def answer_missing(
     """
     failures = dict[tuple[Role, int], ServerFailed]()
     for model in models:
-        servers = planned(stations, [model])
+        servers = planned(stations.values(), [model])
         if not servers:
             continue
         with hosting(model, setup) as host:
@@ -440,7 +421,14 @@ def answer_missing(
                     if not any(work.may_fail for work in works):
                         raise
                     failures[model.whose, works[0].k] = failure
-    return failures
+    facts = {}
+    for name, station in stations.items():
+        left = chain.from_iterable(map(station.works, models))
+        if all(work.may_fail for work in left):
+            facts[name] = station.fact(failures)
+    if facts.keys() == stations.keys():
+        return facts, None
+    return facts, next(iter(failures.values()))
 
 
 def drafted_by(model: Model, k: int) -> int:

@@ -12,23 +12,58 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ...checkpoints.dialects.runtime_view import RuntimeView, described
+from ...checkpoints.fact import Count, Fact
 from ...checkpoints.record import RECORD
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source, small_object
 from ...recipes.errors import CheckpointError, counted, shortened, size_in_words
+from ...recipes.family import QUANTIZABLE_ROLES, TABLE_ROLES
+from ...recipes.family_view import Place
 from ...recipes.forms import NOT_COMPUTED
 from ...recipes.frozen import Say, silent
 from ...recipes.runtimes.vllm import KNOWN
 from ..check.check import Checked, examine
 from ..check.rules_kv import is_fp8_cache, is_kv_scale, kv_entry
-from ..facts.comparison import GROUPS, ComparedCheckpoint, Comparison, group_of
-from ..facts.findings import errors_of
+from ..facts.findings import CheckpointFacts, errors_of
 from ..facts.numbers import percent
+from ..facts.schema import FullReport
 from . import tables
 from .best_k import report_of
 from .markdown import Table
 
+_MTP = "MTP block"
+_REST = "rest"
+GROUPS = (*QUANTIZABLE_ROLES, *TABLE_ROLES, _MTP, "vision", _REST)
+"""In the order in which they are shown."""
 _LEAST = 0.01  # of a group's bytes: what is less is not in the tables
+
+
+class ComparedCheckpoint(Fact):
+    """One checkpoint.
+
+    Attributes:
+        producer: what wrote it, as its files say; "" where they do not.
+        kv_cache: its form, and how many scales there are.
+        stored: group -> scheme, form or dtype -> bytes. Scales are counted with their weights, and
+            `rest` is all that has no group.
+        verdicts: a vLLM -> the first error of the static check or of its dry load, "" for none.
+        report: what was measured on it; None where nothing was, or `unreported` says why.
+    """
+
+    path: str
+    facts: CheckpointFacts
+    producer: str
+    kv_cache: str
+    stored: Mapping[str, Mapping[str, Count]]
+    verdicts: Mapping[str, str]
+    report: FullReport | None
+    unreported: str
+
+
+class Comparison(Fact):
+    """All of them, in the order in which they were named."""
+
+    checkpoints: tuple[ComparedCheckpoint, ...]
 
 
 def compare(checkpoints: Iterable[Checked], *, progress: Say = silent) -> Comparison:
@@ -136,6 +171,15 @@ def _stored(runtime: RuntimeView) -> dict[str, Counter[str]]:
         group = stored[group_of(runtime.placed.get(weight.module))]
         group[word.replace("plain", weight.weight.dtype)] += total_bytes(weight.parts.values())
     return stored
+
+
+def group_of(place: Place | None) -> str:
+    """The group of a tensor; None is the place of one that the family does not know."""
+    if place is None:
+        return _REST
+    if place.part == "mtp":
+        return _MTP
+    return place.role if place.role in GROUPS else _REST
 
 
 # --- how it is shown ------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_why_no_kernel(made):
     }.get(name, "^$")
     assert re.search(wanted, reason), reason
     if name == "fp8":
-        old = replace(CPU, cpu_features=("avx2",))
+        old = replace(CPU, cpu_features=frozenset({"avx2"}))
         assert "W4A16 without AVX-512" in why_no_kernel(source, old)
 
 
