@@ -15,7 +15,7 @@ from ..validate.facts.benched import BenchFact
 from ..validate.facts.results import in_order
 from ..validate.facts.rows import Row
 from ..validate.facts.schema import JudgementFact
-from ..validate.facts.served import has_no_block, how_served
+from ..validate.facts.served import has_no_block
 from ..validate.measure.bench import BenchPlan
 from ..validate.report import tables
 from ..validate.report.gates import verdict_on
@@ -35,7 +35,7 @@ def shown(facts: Mapping[str, Any], judged: JudgementFact) -> Iterator[Renderabl
     yield table(f"eval {path}", [head.removeprefix(">") for head in found.columns], found.rows)
     notes = dict[str, None]()
     for fact in facts.values():
-        notes |= dict.fromkeys([*how_served(fact), *fact.notes()])
+        notes |= dict.fromkeys([*tables.how_served(fact), *fact.notes()])
     yield from notes
     yield "±: one standard error; in brackets the 95 % interval; length: tokens a target's step."
     yield from verdict(path, judged)
@@ -46,7 +46,7 @@ def benched(found: BenchFact) -> Iterator[RenderableType]:
     know.
     """
     yield drawn(f"bench {found.checkpoint.path}", tables.results(found.cells()))
-    yield from how_served(found)
+    yield from tables.how_served(found)
     yield from found.remarks()
     yield (
         "Tokens a second: ± half the distance from slowest to fastest; length: tokens a step of "

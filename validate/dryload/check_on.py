@@ -26,7 +26,7 @@ from ...recipes.runtimes.vllm import KNOWN, NEWEST, is_known, parsed
 from ...recipes.tensor_parallel import Split
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.pair import opened_draft, with_draft
-from ..facts.dry_load import GPU, DryLoad, LoadAccount, by_whom, listed, places
+from ..facts.dry_load import GPU, DryLoad, LoadAccount, by_version, listed, places
 from ..facts.findings import Finding, Objection, by_cause, errors_of
 from ..facts.vllm_env import VLLM
 from .failures import cures_in_vllm
@@ -217,7 +217,7 @@ def _once(objected: Sequence[tuple[DryLoad, Sequence[Objection]]]) -> Iterator[F
         loads = [load for load, _ in seen]
         where = f"on {places(loads)}"
         if len(versions) > 1:
-            where = by_whom(loads)
+            where = _by_whom(loads)
         first = seen[0][1]
         count = max(finding.count for _, finding in seen)
         yield first.model_copy(update={"says": f"{where}: {first.says}", "count": count})
@@ -240,3 +240,11 @@ def _bound(static: Iterable[Finding], versions: Collection[str]) -> Iterator[Fin
             if len(others) == len(versions):
                 finding = finding.model_copy(update={"severity": "warning"})
         yield finding
+
+
+def _by_whom(loads: Iterable[DryLoad]) -> str:
+    """`vLLM 0.29.0 and 0.31.0 on sm90 at TP 1`."""
+    versions_at: dict[str, list[str]] = defaultdict(list)
+    for version, own in by_version(loads).items():
+        versions_at[places(own)].append(version)
+    return listed([f"vLLM {listed(of)} on {where}" for where, of in versions_at.items()])

@@ -326,14 +326,6 @@ def with_cures(loads: Iterable[DryLoad]) -> str:
     return f", with keepmtp's cure{plural} {listed(cures)}"
 
 
-def by_whom(loads: Iterable[DryLoad]) -> str:
-    """`vLLM 0.29.0 and 0.31.0 on sm90 at TP 1`."""
-    versions_at: dict[str, list[str]] = defaultdict(list)
-    for version, own in by_version(loads).items():
-        versions_at[places(own)].append(version)
-    return listed([f"vLLM {listed(of)} on {where}" for where, of in versions_at.items()])
-
-
 def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
     """`sm90 and sm100 at TP 1 and 4`, or `sm90 at TP 1 and sm120 at TP 4` where the TP sizes
     differ.

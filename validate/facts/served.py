@@ -538,16 +538,6 @@ def those(*models: T | None) -> tuple[T, ...]:
     return tuple([model for model in models if model is not None])
 
 
-def how_served(fact: StationFact) -> Iterator[str]:
-    """Of a station's two models, how each was served where that is not as it is."""
-    for model in fact.models:
-        reason = model.reason.rstrip(".")
-        if reason and model.as_served == "native":
-            yield f"Figures of the {model.role} are of a mended vLLM: {reason}."
-        elif reason:
-            yield f"Figures of the {model.role} are of a {model.as_served}: {reason}."
-
-
 def total(counted: Sequence[Drafts]) -> Drafts:
     """The counters of several servers together."""
     together = Drafts()

@@ -165,11 +165,6 @@ def reason(gate: str, verdict: JudgementWord, says: str) -> ReasonFact:
     return ReasonFact(gate=gate, verdict=verdict, says=says)
 
 
-def of_pair(says: str) -> str:
-    """A sentence with a command for a checkpoint, for a draft of its own."""
-    return says.replace("CHECKPOINT", "TARGET --draft DRAFT")
-
-
 def unmeasured(gate: str, says: str) -> ReasonFact:
     """The reason of a gate that has nothing to judge."""
     return reason(gate, "infeasible", says)

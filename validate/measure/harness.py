@@ -39,10 +39,6 @@ from .server import Server, ServerFailed, serving
 from .store import LineFile, Sitting
 
 COPY: AsServed = "BF16 copy of the same weights"
-UNTRIED = (
-    "only the rounding of its weights was tried: no kernel, no quantized activations, no "
-    "quantization config"
-)
 # How often it is noted how a server is doing while it is asked: what one that dies has counted
 # since is lost.
 NOTE_SECONDS = 2.0
@@ -370,7 +366,7 @@ def as_hosted(model: Model, setup: Setup) -> Json:
     for each in model.served:
         reason = why_no_kernel(each.source, setup.vllm)
         if reason:
-            return {"as_served": COPY, "reason": f"{reason}; {UNTRIED}"}
+            return {"as_served": COPY, "reason": reason}
     return {"as_served": "native", "reason": ""}
 
 

@@ -21,7 +21,6 @@ from ..facts.dry_load import versions_in_short
 from ..facts.evaluated import EvaluationFact
 from ..facts.numbers import percent
 from ..facts.schema import FullReport
-from ..facts.served import how_served
 from ..measure.serve_line import separate_draft, serve_words
 from . import tables
 from .base_model import BaseModel
@@ -333,7 +332,7 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     for reason in report.judgement.reasons:
         if reason.verdict == "infeasible":
             yield f"The gate of {reason.gate} has no verdict: not measured, or in too few samples."
-    served = [says for part in report.parts for says in how_served(part)]
+    served = [says for part in report.parts for says in tables.how_served(part)]
     yield from dict.fromkeys(served)
     for device in _devices(report):
         if device.startswith("CPU"):

@@ -33,7 +33,6 @@ from ..facts.settle import (
     JudgementWord,
     ReasonFact,
     not_its_own,
-    of_pair,
     reason,
     settle,
     unmeasured,
@@ -68,7 +67,8 @@ def judge(
             reasons += station.reasons(fact, judging)
     if is_draft:
         for number, one in enumerate(reasons):
-            reasons[number] = one.model_copy(update={"says": of_pair(one.says)})
+            says = one.says.replace("CHECKPOINT", "TARGET --draft DRAFT")
+            reasons[number] = one.model_copy(update={"says": says})
     return JudgementFact(verdict=worst(reasons), gates=gates, reasons=tuple(reasons))
 
 

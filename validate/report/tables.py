@@ -13,6 +13,7 @@ from ...recipes.errors import size_in_words
 from ..facts.numbers import figure, percent
 from ..facts.rows import ARM_TITLES, Arm, Row
 from ..facts.schema import FullReport
+from ..facts.served import StationFact
 from .markdown import Table
 
 # --- calibration ----------------------------------------------------------------------------------
@@ -127,3 +128,16 @@ def rows_of(report: FullReport) -> list[Row]:
     """Everything that servers gave."""
     wanted = report.judgement.gates.filter
     return [row for part in report.parts for row in part.rows(wanted)]
+
+
+def how_served(fact: StationFact) -> Iterator[str]:
+    """Of a station's two models, how each was served where that is not as it is."""
+    for model in fact.models:
+        reason = model.reason.rstrip(".")
+        if reason and model.as_served == "native":
+            yield f"Figures of the {model.role} are of a mended vLLM: {reason}."
+        elif reason:
+            yield (
+                f"Figures of the {model.role} are of a {model.as_served}: {reason}. What "
+                "packed kernels and quantized activations change is not in these numbers."
+            )
