@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from commands import GLM, ROOT, keepmtp, ran
+from commands import GLM, ROOT, ran
 from keepmtp.checkpoints.mtp_source import has_mtp
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.options import ServeOptions
 from keepmtp.cli.session import Session
+from keepmtp.pipeline import plan_for, quantize
+from keepmtp.recipes.errors import RecipeError
 from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from written_values import fine_tune
 
@@ -51,15 +53,15 @@ def place(request, tmp_path_factory) -> tuple[Path, list[str]]:
     return folder, lines
 
 
-def test_the_checkpoint_can_be_made_again(place):
+def test_the_checkpoint_can_be_made_again(place, monkeypatch):
     """By its recipe.yaml, with the block of the release; and is not rounded a second time unasked."""
     folder, _ = place
-    ran("quantize out/mine/recipe.yaml --out again", cwd=folder)
+    monkeypatch.chdir(folder)
+    again = quantize(*plan_for("out/mine/recipe.yaml"), out=folder / "again").out
     for path in (folder / "out" / "mine").iterdir():
-        assert (folder / "again" / path.name).read_bytes() == path.read_bytes()
-    done = keepmtp("quantize out/mine --scheme nvfp4a16-fp8 --out twice", cwd=folder, status=2)
-    assert "Quantize my-fine-tune, or add --requantize" in done.stderr
-    assert not (folder / "twice").exists()
+        assert (again / path.name).read_bytes() == path.read_bytes()
+    with pytest.raises(RecipeError, match="Quantize my-fine-tune, or add --requantize"):
+        plan_for("out/mine", scheme="nvfp4a16-fp8")
 
 
 def test_a_source_without_a_block_gets_the_one_that_its_checkpoint_has(place, monkeypatch):
