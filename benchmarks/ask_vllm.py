@@ -22,6 +22,7 @@ from packaging.version import Version
 # Minor versions that keepmtp answers for, the newest ones: an older one leaves vllm.json.
 WINDOW = 3
 OVERRIDE = "hf_config_override"
+GENERATING = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")  # of registry.py
 OPTIONS = ("draft_lm_head_quantization", "rejection_sample_method")
 # The one checkpoint of an MTP block alone that was published; other types of drafts are vLLM's own.
 BLOCK_ALONE = {"minimax_m3_mtp", "MiniMaxM3MTP"}
@@ -71,7 +72,9 @@ def ask(site: Path) -> dict[str, Any]:
             architectures.add(name)
     alone = BLOCK_ALONE.intersection(strings(override))
     registry = site / "vllm/model_executor/models/registry.py"
+    models = ast.parse(registry.read_text())
     return {
+        "models": sorted(key for table in GENERATING for key in keys(models, table)),
         "model_types": sorted(model_types | (alone & drafts)),
         "architectures": sorted(architectures | (alone - drafts)),
         "refused": refused,
@@ -99,6 +102,16 @@ def values(tree: ast.AST, name: str) -> list[str]:
         if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == name:
             named = node.annotation
             return values(tree, named.id) if isinstance(named, ast.Name) else strings(named)
+    return []
+
+
+def keys(tree: ast.AST, name: str) -> list[str]:
+    """Those of a table at the top of the module."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        if getattr(node.targets[0], "id", "") == name:
+            return strings(ast.List([key for key in node.value.keys if key], ast.Load()))
     return []
 
 

@@ -80,6 +80,9 @@ def _form() -> type[BaseModel]:
             kinds[family.draft.streams] = _Layers
         if family.num_layers_key:
             kinds[family.num_layers_key] = _Layers
+        for row in family.block:
+            words = [word for word in " ".join(row.sides).split() if word.isidentifier()]
+            kinds = dict.fromkeys(words, _Count | list[Any]) | kinds
     fields: dict[str, Any] = {}
     for key, kind in (kinds | _KINDS).items():
         outer, _, inner = key.partition(".")

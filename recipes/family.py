@@ -87,8 +87,9 @@ class Row:
             tensor.
         in_every_layer: False where only layers of one kind have the module; the others do not miss
             it.
-        where: what config.json says where a layer that has others of its parent module needs it; of
+        where: what config.json says where a layer that has others of its parent module has it; of
             a list, the layer's entry.
+        bias: the key of config.json that gives it a bias; "" where no key does.
         unit: a layer has all modules of a unit, or none; "" where the paths show what belongs
             together.
         interleaved: the rows of q, k and v in it, where they are not in the order that vLLM
@@ -114,6 +115,7 @@ class Row:
     takes_tensor_scale: bool = True
     in_every_layer: bool = True
     where: Raw = field(default_factory=dict, hash=False)
+    bias: str = ""
     unit: str = ""
     interleaved: Interleaved | None = None
     table_scale: str = ""
@@ -372,8 +374,8 @@ class Family:
         mtp_lacks: paths of `block` that an MTP layer does not have.
         num_layers_key: the config key that counts the decoder layers; "" where the checkpoint is
             only a draft.
-        layer_list_keys: config keys whose list has one entry for each decoder layer, where no key
-            counts them.
+        layer_list_keys: config keys whose list has one entry for each decoder layer, before the key
+            that counts them.
         layers_at_runtime: decoder layers in vLLM for one on disk; the number of an MTP layer
             depends on it.
         mtp_count_keys: config keys that promise MTP layers. The first one found counts, at top
@@ -383,6 +385,9 @@ class Family:
         mtp_parts_keys: config keys whose list has one entry for each layer on disk of one MTP
             layer.
         one_mixer: a layer has attention or experts, never both.
+        experts_by: the config key that says which decoder layers have routed experts: the first of
+            them, a list with an entry for each layer, or a text with their numbers.
+        activations: the values of hidden_act that its classes take; () for all.
         drafts_by_turns: each draft step runs the next MTP layer, as vLLM 0.32.0
             v1/spec_decode/step3p5.py does; llm_base_proposer.py runs the first one at every step.
         layer_types_count_mtp: `layer_types` in config.json also lists the MTP layers, after the
@@ -447,6 +452,8 @@ class Family:
     mtp_count_default: int = 0
     mtp_parts_keys: tuple[str, ...] = ()
     one_mixer: bool = False
+    experts_by: str = "first_k_dense_replace"
+    activations: tuple[str, ...] = ("silu",)
     drafts_by_turns: bool = False
     layer_types_count_mtp: bool = False
     aliases: tuple[Alias, ...] = ()

@@ -10,10 +10,12 @@ A block is a list of groups of modules. A group is the name of another block, of
 keys:
 
     modules      paths on disk; or for each path on disk the one in vLLM
+    shaped       paths on disk, each with its sides, where they differ
     fused        vLLM's module that the modules are parts of; they have one global scale
     use          a block, instead of modules; the group's attributes are set in each of its rows
     at           where all paths of the group begin; `on_disk` and `in_vllm` where that differs
     parts        how many modules a path with `{part}` means
+    width        words for `intermediate_size` in the sides of a block that is used
 
 What holds for some versions of vLLM alone is in a mapping under a key such as `vllm<0.33`; its keys
 replace the others. So do those under `dspark`, for releases that draft by DSpark; its `mtp_top` is
@@ -28,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .family import Alias, Draft, Family, Interleaved, Layout, Loader, Renames, Row, Stem
@@ -132,6 +135,7 @@ def _rows(groups: Sequence[str | Raw], blocks: Blocks) -> tuple[Row, ...]:
         if not used:
             listed = _listed(**fields)
         else:
+            width = fields.pop("width", "intermediate_size")
             # Modules of some roles are always kept.
             usual = _shared()["why_kept"].get(fields.get("role"), "")
             why_kept = fields.pop("why_kept", usual)
@@ -139,7 +143,9 @@ def _rows(groups: Sequence[str | Raw], blocks: Blocks) -> tuple[Row, ...]:
             for row in _rows(blocks[used], blocks):
                 # A row's own reason says more than that of the group which uses its block.
                 reason = row.why_kept or why_kept
-                listed.append(replace(row, **fields, why_kept=reason))
+                sides = [side.replace("intermediate_size", width) for side in row.sides]
+                changed = {"sides": tuple(sides), **fields, "why_kept": reason}
+                listed.append(replace(row, **changed))
         for row in listed:
             rows.append(_moved(row, on_disk, in_vllm))
     return tuple(rows)
@@ -148,7 +154,8 @@ def _rows(groups: Sequence[str | Raw], blocks: Blocks) -> tuple[Row, ...]:
 def _listed(
     *,
     role: Any,
-    modules: tuple[str, ...] | Mapping[str, str],
+    modules: tuple[str, ...] | Mapping[str, str] = (),
+    shaped: Mapping[str, Sequence[str]] = MappingProxyType({}),
     fused: str = "",
     parts: int = 1,
     **fields: Any,
@@ -165,9 +172,11 @@ def _listed(
     is_asked = role in _ASKED or (role == "glue" and why_kept == usual)
     fields = {"shares": fused, "loads_quantized": not why_kept or is_asked} | fields
     if isinstance(modules, tuple):
-        modules = dict.fromkeys(modules, runtime)
+        modules = dict.fromkeys((*modules, *shaped), runtime)
     rows = list[Row]()
     for path, in_vllm in modules.items():
+        if path in shaped:
+            fields["sides"] = tuple(shaped[path])
         for part in range(parts):
             numbered = path.replace("{part}", str(part))
             row = Row(path=numbered, role=role, runtime=in_vllm, why_kept=why_kept, **fields)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, counted
 from .family import INDEX, Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
 from .frozen import Raw, frozen, without
 
@@ -24,6 +24,7 @@ _EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
 _NUMBER = re.compile(rf"(?<=\.){INDEX}(?=\.)")
 _UNKNOWN = "outside of the family's table"
 _JOINING = ("glue", "norm", "state")
+_ROUTED = ("experts", "shared_experts", "router")
 _COMPARED = ("attention", "dense_mlp", "shared_experts", "router")
 
 
@@ -156,13 +157,13 @@ class FamilyView:
         lists = self.family.layer_list_keys
         if not key:
             return 0
-        count = self.text_config.get(key)
-        if count is not None:
-            return int(count)
         for list_key in lists:
             layers = self.text_config.get(list_key)
             if layers:
                 return len(layers)
+        count = self.text_config.get(key)
+        if count is not None:
+            return int(count)
         raise CheckpointError(
             "config.json",
             f"{' or '.join((key, *lists))} must say how many decoder layers there are",
@@ -220,11 +221,9 @@ class FamilyView:
     @property
     def drafter(self) -> str:
         """The draft in words: `DSpark, 3 stages`, `1 MTP layer`."""
-        count = self.num_mtp_layers
-        ending = "s" * (count != 1)
         if self.family.method == "dspark":
-            return f"DSpark, {count} stage{ending}"
-        return f"{count} MTP layer{ending}"
+            return f"DSpark, {counted(self.num_mtp_layers, 'stage')}"
+        return counted(self.num_mtp_layers, "MTP layer")
 
     @property
     def first_mtp_index(self) -> int:
@@ -330,11 +329,11 @@ class FamilyView:
                         found[row.joins].append(path)
         return {name: tuple(on_disk) for name, on_disk in found.items()}
 
-    def sides(self, place: Place) -> list[tuple[str, int]]:
-        """The sides of a tensor in the table's words and in numbers, 0 where config.json does not
-        say.
+    def sides(self, place: Place) -> list[tuple[str, int | None]]:
+        """The sides of a tensor in the table's words and in numbers, None where config.json is
+        silent.
         """
-        sides = list[tuple[str, int]]()
+        sides = list[tuple[str, int | None]]()
         row = place.row
         named = row.sides
         # A norm of a layer or of the model, and not of what a module has inside.
@@ -342,13 +341,13 @@ class FamilyView:
             named = ("hidden_size",)
         for words in named:
             terms = [self._product(term) for term in words.split(" + ")]
-            side = 0
-            if all(terms):
-                side = sum(terms)
+            side = None
+            if None not in terms:
+                side = sum(filter(None, terms))
             sides.append((words, side))
         return sides
 
-    def _product(self, words: str) -> int:
+    def _product(self, words: str) -> int | None:
         product = 1
         for word in words.split():
             value = _at(self.text_config, word)
@@ -358,7 +357,9 @@ class FamilyView:
                 value = int(word)
             elif isinstance(value, list):
                 value = len(value)
-            product *= value if type(value) is int else 0
+            if type(value) is not int:
+                return None
+            product *= value
         return product
 
     def mtp_stem(self, index: int) -> str:
@@ -400,10 +401,8 @@ class FamilyView:
         first = min(found, default=0)
         if not found or {*found} != {*range(first, first + len(found))}:
             return False
-        is_as_many = len(found) == self.num_mtp_layers
-        if first:
-            return is_as_many  # the whole block, under other numbers
-        return not is_as_many
+        # From another number on it is the whole block; from 0 on another count.
+        return (len(found) == self.num_mtp_layers) == bool(first)
 
     def slices(self, place: Place) -> tuple[int, int, int, int]:
         """The number of slices of an interleaved matrix, and the rows of q, k and v in each.
@@ -518,6 +517,47 @@ class FamilyView:
         elif not layer_types:
             linear = [number - 1 for number in kimi.get("kda_layers", ())]
         return frozenset(linear)
+
+    def has(self, row: Row, index: int) -> bool | None:
+        """Whether a decoder layer has a row with `where`; None where the row says nothing of it."""
+        has = None
+        for key, value in row.where.items():
+            said = self.text_config.get(key)
+            if isinstance(said, list) and said[index : index + 1] != [value]:
+                return None
+            has = isinstance(said, list) or said == value
+        return has
+
+    def unbuilt_by(self, place: Place) -> str:
+        """The key of config.json by which vLLM's decoder layer has no such tensor; "" where it may
+        have it.
+
+        vLLM 0.33.0 models/deepseek_v2.py, exaone_moe.py, mimo_v2.py, step3p5.py, glm4_moe.py: the
+        decoder layers.
+        """
+        row = place.row
+        index = place.layer
+        family = self.family
+        if place.part != "backbone" or index is None:
+            return ""
+        if index >= self.num_layers:
+            return (family.num_layers_key, *family.layer_list_keys)[-1]
+        if place.leaf == "bias" and row.bias and not self.text_config.get(row.bias):
+            return row.bias
+        if self.has(row, index) is False:
+            return [*row.where][-1]
+        said = self.text_config.get(family.experts_by)
+        is_routed = row.role in _ROUTED
+        if said is None or not (is_routed or row.role == "dense_mlp"):
+            return ""
+        if isinstance(said, list):
+            is_sparse = said[index : index + 1] not in ([0], ["dense"])
+        elif isinstance(said, str):
+            is_sparse = str(index) in said.split(",")
+        else:
+            every = self.number("moe_layer_freq") or 1
+            is_sparse = index >= said and index % every == 0
+        return family.experts_by * (is_routed != is_sparse)
 
     def _place_in_block(self, part: Part, stem: Stem, index: int, rest: str) -> Place | None:
         expert = None

@@ -16,6 +16,8 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -123,6 +125,15 @@ class Fp8Given(_Given):
     weight_block_size: tuple[_Side, _Side] | None = None
     activation_scheme: Literal["dynamic", "static"]
     moe_quant_algo: _Algorithm = ""
+
+    @field_validator("activation_scheme")
+    @classmethod
+    def _blocks_are_dynamic(cls, scheme: str, info: ValidationInfo) -> str:
+        """vLLM 0.33.0 quantization/fp8.py, Fp8Config: blocks have no static scales of inputs."""
+        if scheme == "static" and info.data.get("weight_block_size"):
+            rule = "must be dynamic with weight_block_size"
+            raise CheckpointError("", rule, got=scheme, cure="Set it to dynamic")
+        return scheme
 
 
 class GptqModules(_Given):

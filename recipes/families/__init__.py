@@ -149,10 +149,7 @@ def has_dspark(config: Raw, names: Iterable[str] = ()) -> bool:
 
 def promises_mtp(config: Raw) -> bool:
     """Whether config.json has a key that counts MTP layers, by any name for them."""
-    text_config = config.get("text_config")
-    keys = dict(config)
-    if isinstance(text_config, Mapping):
-        keys |= text_config
+    keys = {**config, **(config.get("text_config") or {})}
     return any(value and ("mtp" in key or "nextn" in key) for key, value in keys.items())
 
 

@@ -26,6 +26,7 @@ class Asked:
     """What a version of vLLM says, as vllm.json has it.
 
     Attributes:
+        models: the architectures that it has a class for which writes text.
         model_types, architectures: what it finds an MTP draft by.
         refused: model_type -> its answer to method=mtp where it has a draft of another kind.
         any_model: its classes for transformers' models (`--model-impl transformers`) draft for any
@@ -34,6 +35,7 @@ class Asked:
         options: option of --speculative-config -> the values that it takes.
     """
 
+    models: frozenset[str]
     model_types: frozenset[str]
     architectures: frozenset[str]
     refused: Mapping[str, str]

@@ -205,53 +205,13 @@ def _claimed_tower() -> Checkpoint:
 
 
 DRY_ALONE = (
-    dry("R2 head count halved", "glm fp8", config("num_attention_heads", 2), where="self_attn"),
-    dry("R2 key heads doubled", "glm fp8", config("num_key_value_heads", 4), where="self_attn"),
     dry("E6 head_dim lost", "glm fp8", config("head_dim", None), where="head_dim"),
-    dry("R2 expert width doubled", "glm nvfp4", config("moe_intermediate_size", 256), where="mlp."),
-    dry(
-        "R2 expert width halved",
-        "next nvfp4",
-        config("moe_intermediate_size", 64),
-        where="mlp.experts",
-    ),
-    dry(
-        "R2 hidden size of another model",
-        "glm fp8",
-        config("hidden_size", 512),
-        where=("model.", "lm_head"),
-    ),
-    dry(
-        "R2 vocabulary of another model",
-        "glm fp8",
-        config("vocab_size", 500),
-        where=("embed_tokens", "lm_head"),
-    ),
-    dry(
-        "R2 q_lora_rank of another model", "v3 nvfp4", config("q_lora_rank", 128), where="self_attn"
-    ),
-    dry(
-        "R2 kv_lora_rank of another model",
-        "v3 nvfp4",
-        config("kv_lora_rank", 256),
-        where="self_attn",
-    ),
-    dry(
-        "R2 first dense layer counted twice",
-        "glm fp8",
-        config("first_k_dense_replace", 2),
-        where="model.layers.1.",
-    ),
     dry(
         "R2 other layers attend",
         "next fp8",
         config("full_attention_interval", 2),
         where="model.layers.",
     ),
-    dry(
-        "R2 biases without attention_bias", "glm fp8", config("attention_bias", False), where="bias"
-    ),
-    dry("R2 norms without use_qk_norm", "glm fp8", config("use_qk_norm", False), where="norm"),
     dry(
         "E6 compress_ratios of other layers",
         "dsv4 bf16",
@@ -263,12 +223,6 @@ DRY_ALONE = (
         "released dsv4-flash",
         config("expert_dtype", "fp8"),
         where="experts",
-    ),
-    dry(
-        "R2 architecture vLLM does not know",
-        "glm fp8",
-        config("architectures", ["Glm9ForCausalLM"]),
-        where=("architectures", "config.json"),
     ),
     dry(
         "E8 embedding lost", "next fp8", lose(r"model\.embed_tokens\.weight"), where="embed_tokens"
@@ -335,6 +289,52 @@ DRY_ALONE = (
 )
 # What the static check catches too.
 BOTH = (
+    dry("R2 head count halved", "glm fp8", config("num_attention_heads", 2), where="self_attn"),
+    dry("R2 key heads doubled", "glm fp8", config("num_key_value_heads", 4), where="self_attn"),
+    dry("R2 expert width doubled", "glm nvfp4", config("moe_intermediate_size", 256), where="mlp."),
+    dry(
+        "R2 expert width halved",
+        "next nvfp4",
+        config("moe_intermediate_size", 64),
+        where="mlp.experts",
+    ),
+    dry(
+        "R2 hidden size of another model",
+        "glm fp8",
+        config("hidden_size", 512),
+        where=("model.", "lm_head"),
+    ),
+    dry(
+        "R2 vocabulary of another model",
+        "glm fp8",
+        config("vocab_size", 500),
+        where=("embed_tokens", "lm_head"),
+    ),
+    dry(
+        "R2 q_lora_rank of another model", "v3 nvfp4", config("q_lora_rank", 128), where="self_attn"
+    ),
+    dry(
+        "R2 kv_lora_rank of another model",
+        "v3 nvfp4",
+        config("kv_lora_rank", 256),
+        where="self_attn",
+    ),
+    dry(
+        "R2 first dense layer counted twice",
+        "glm fp8",
+        config("first_k_dense_replace", 2),
+        where="model.layers.1.",
+    ),
+    dry(
+        "R2 biases without attention_bias", "glm fp8", config("attention_bias", False), where="bias"
+    ),
+    dry("R2 norms without use_qk_norm", "glm fp8", config("use_qk_norm", False), where="norm"),
+    dry(
+        "R2 architecture vLLM does not know",
+        "glm fp8",
+        config("architectures", ["Glm9ForCausalLM"]),
+        where=("architectures", "config.json"),
+    ),
     dry(
         "R2 one expert too few in config.json",
         "glm fp8",

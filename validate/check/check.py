@@ -200,7 +200,8 @@ def _examined(
         # Regular expressions of a stranger's config may take for ever.
         with time_limit():
             try:
-                runtime = _view_of_family(opened, vllm)
+                runtime = RuntimeView.of(opened, vllm)
+                _ = runtime.view.num_layers  # which nearly every rule asks for
             except RecipeError as error:
                 objected = objections_without_family(stored, error)
                 return Checked(_data(where, facts_of(stored), objected), opened)
@@ -218,28 +219,6 @@ def _examined(
         objected += rules_mtp.mtp_is_that_of_the_source(runtime, RuntimeView.of(source, vllm))
     checked = Checked(_data(where, facts_of(runtime), []), opened, runtime)
     return checked.with_findings(*grouped(objected))
-
-
-def _view_of_family(opened: Source, vllm: str) -> RuntimeView:
-    """The view that vLLM has of it.
-
-    Raises:
-        RecipeError: no family has its model_type.
-        CheckpointError: config.json does not count its layers.
-    """
-    try:
-        runtime = RuntimeView.of(opened, vllm)
-        got = "a number below 0"
-        if min(runtime.view.num_layers, runtime.promised) >= 0:
-            return runtime
-    except KeepMTPError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        got = repr(error)
-    cure = "Take the original's config.json"
-    raise CheckpointError(
-        f"{opened.where}/config.json", "must count its layers", got=got, cure=cure
-    )
 
 
 def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[Objection]:

@@ -93,9 +93,8 @@ def _objections(target: RuntimeView, draft: RuntimeView) -> Iterator[Objection]:
     view = draft.view
     where = f"{draft.source.where}/config.json"
     cure = "Make the draft from this target, or from what the target was made from"
-    ours = {"family": target.view.family.model_type, **_sizes(target)}
-    theirs = {"family": view.family.model_type, **_sizes(draft)}
-    for key, value in ours.items():
+    theirs = _sizes(draft)
+    for key, value in _sizes(target).items():
         if theirs[key] != value:
             says = f"is {theirs[key]}, and {value} in the target: vLLM cannot join the two"
             yield objection("pair", f"{where}: {key}", says, cure)
@@ -105,7 +104,8 @@ def _objections(target: RuntimeView, draft: RuntimeView) -> Iterator[Objection]:
 
 
 def _sizes(runtime: RuntimeView) -> Json:
-    return {key: runtime.view.text_config.get(key) for key in _SAME}
+    sizes = {key: runtime.view.text_config.get(key) for key in _SAME}
+    return {"family": runtime.view.family.model_type, **sizes}
 
 
 def _embedding(draft: RuntimeView) -> Objections:

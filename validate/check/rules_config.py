@@ -15,10 +15,14 @@ from ...checkpoints.dialects.dialect import UnknownDialect
 from ...checkpoints.dialects.given import Raw
 from ...checkpoints.dialects.modelopt import ALGORITHMS, ModelOpt, read_modelopt, reads_other_file
 from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView
+from ...recipes.errors import did_you_mean
+from ...recipes.families import is_drafted
 from ...recipes.family import Part, VLLMName
 from ...recipes.renamer import renamer
+from ...recipes.runtimes.vllm import asked, minor
 from ..facts.findings import Objections, objection
 
+_ORIGINAL = "from the original release's config.json"
 # The algorithms of modelopt that vLLM names a method for where they are below `quantization`.
 _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
@@ -85,14 +89,19 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
     """Keys that a class of vLLM needs, in the length it needs: E5, E6."""
     view = runtime.view
     text = view.text_config
-    original = "from the original release's config.json"
+    activation = text.get("hidden_act")
+    taken = view.family.activations
+    if taken and activation not in (None, *taken):
+        says = f"is {activation}: vLLM raises ValueError 'Unsupported activation', and takes "
+        says += " and ".join(taken)
+        yield objection("config", "config.json: hidden_act", says, f"Take hidden_act {_ORIGINAL}")
     for key in view.family.loader.needs:
         if text.get(key) is None:
             yield objection(
                 "config",
                 f"config.json: {key}",
                 f"is missing: vLLM raises AttributeError: object has no attribute '{key}'",
-                f"Start {original} and only add quantization_config",
+                f"Start {_ORIGINAL} and only add quantization_config",
             )
     types = text.get("layer_types")
     ratios = text.get("compress_ratios")
@@ -110,7 +119,7 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
             "config",
             "config.json: layer_types",
             f"has {len(types)} {for_layers}: loading the config fails",
-            f"Take layer_types {original}: MTP layers are {counted}",
+            f"Take layer_types {_ORIGINAL}: MTP layers are {counted}",
             cured_by=cured_by,
         )
     if isinstance(ratios, list) and len(ratios) < view.num_layers:
@@ -118,8 +127,27 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
             "config",
             "config.json: compress_ratios",
             f"has {len(ratios)} {for_layers}: vLLM raises IndexError",
-            f"Take compress_ratios {original}",
+            f"Take compress_ratios {_ORIGINAL}",
         )
+
+
+def architecture_is_known(runtime: RuntimeView) -> Objections:
+    """vLLM has a class for one of the architectures.
+
+    vLLM 0.33.0 model_executor/models/registry.py, resolve_model_cls; config/speculative.py,
+    hf_config_override.
+    """
+    config = runtime.source.config
+    named = config.get("architectures") or []
+    known = asked(runtime.vllm).models
+    # A draft alone is of its target's class; of strange layers another rule knows the class.
+    if not known.isdisjoint(named) or not runtime.view.num_layers or runtime.strange_layers:
+        return
+    if named or not is_drafted(config, runtime.vllm):
+        says = f"is {named}, and vLLM {minor(runtime.vllm)} has no class of that name"
+        cure = f"Take architectures {_ORIGINAL}"
+        cure = did_you_mean(" ".join(named[:1]), known, otherwise=cure)
+        yield objection("config", "config.json: architectures", says, cure)
 
 
 def modelopt_is_complete(runtime: RuntimeView) -> Objections:
@@ -242,6 +270,7 @@ RULES = (
     one_tool_wrote_the_configs,
     quantization_configs_agree,
     config_has_what_vllm_reads,
+    architecture_is_known,
     modelopt_is_complete,
     extras_are_present,
     own_code_is_known,

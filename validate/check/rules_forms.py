@@ -86,16 +86,14 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Objections:
     """
     for module in runtime.modules:
         built = module.resolution.built
-        # The last part of a fused module may end in a part of a block.
-        last_shards = runtime.view.last_shards
-        if module.kind == "experts":
-            last_shards = ()
         shapes = dict[str, Shape]()
         for member in module.members:
             path = member.place.row.path
             shape = member.weight.weight.shape
             expected = shapes.setdefault(path, shape)
-            are_blocks = built.form == member.weight.form == "fp8_block"
+            # The last part of a fused module may end in a part of a block, but for experts.
+            is_inside = path not in runtime.view.last_shards or module.kind == "experts"
+            are_blocks = built.form == member.weight.form == "fp8_block" and built.block
             if shape != expected:
                 yield objection(
                     "shapes",
@@ -105,13 +103,11 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Objections:
                     _AGAIN,
                     f"{module.part} {path}",
                 )
-            elif len(module.members) < 2 or not built.block or not are_blocks:
-                continue
-            elif path not in last_shards and shape[0] % built.block[0]:
+            elif len(module.members) > 1 and are_blocks and is_inside and shape[0] % are_blocks[0]:
                 yield objection(
                     "shapes",
                     member.name,
-                    f"has {shape[0]} rows, no multiple of the block of {built.block[0]}, and is "
+                    f"has {shape[0]} rows, no multiple of the block of {are_blocks[0]}, and is "
                     "fused with others: vLLM raises ValueError (validate_fp8_block_shape)",
                     "Use FP8_DYNAMIC or BF16 for this module",
                     f"block {module.part} {path}",
@@ -165,24 +161,16 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
             f"{module.part} {module.members[0].place.row.path} {weight.form}",
         )
     elif built.form == "plain":
-        yield objection(
-            "form",
-            member.name,
-            f"{stored} {module.name} plain ({_decided(view, module)}): {_EFFECT}",
-            _cover_cure(view, module),
-            f"built plain {module.part} {weight.form} {entry}",
-            cured_by=_covered_by(view, module, weight),
-        )
+        cure, cured_by = _cover_cure(view, module, weight)
+        says = f"{stored} {module.name} plain ({_decided(view, module)}): {_EFFECT}"
+        cause = f"built plain {module.part} {weight.form} {entry}"
+        yield objection("form", member.name, says, cure, cause, cured_by=cured_by)
     elif weight.form == "plain":
         form = built.form.replace("unknown", "quantized weights")
-        yield objection(
-            "form",
-            member.name,
-            f"{stored} {module.name} as {form} ({_decided(view, module)}): {_EFFECT}",
-            _ignore_cure(view, module),
-            f"built packed {module.part} {built.form} {entry}",
-            cured_by="quantize" if _is_blind(view, module) else "edit",
-        )
+        cure, cured_by = _ignore_cure(view, module)
+        says = f"{stored} {module.name} as {form} ({_decided(view, module)}): {_EFFECT}"
+        cause = f"built packed {module.part} {built.form} {entry}"
+        yield objection("form", member.name, says, cure, cause, cured_by=cured_by)
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
         leaf, said, cure = problem
         cured_by = "quantize"
@@ -294,17 +282,12 @@ def _decided(view: StoredView, module: Module) -> str:
     return "no target matches it"
 
 
-def _is_blind(view: StoredView, module: Module) -> bool:
-    """Whether no entry of GPTQ's excepts these experts."""
-    is_blind = isinstance(view.dialect, Gptq) and view.dialect.is_blind_to_experts
-    return is_blind and module.kind == "experts"
-
-
-def _ignore_cure(view: StoredView, module: Module) -> str:
-    """How the dialect leaves a module alone."""
+def _ignore_cure(view: StoredView, module: Module) -> tuple[str, CuredBy]:
+    """How the dialect leaves a module alone, and whether an edit can."""
     dialect = view.dialect
-    if _is_blind(view, module):
-        return "Quantize again in groups of 128: in other groups no entry excepts experts"
+    if isinstance(dialect, Gptq) and dialect.is_blind_to_experts and module.kind == "experts":
+        cure = "Quantize again in groups of 128: in other groups no entry excepts experts"
+        return cure, "quantize"
     exceptions = dialect.exceptions or _USUAL
     entry = entry_for(exceptions.of_name, module.name)
     if exceptions.of_stem:
@@ -314,7 +297,7 @@ def _ignore_cure(view: StoredView, module: Module) -> str:
         elif isinstance(view, RuntimeView) and module.role == "vision":
             stem = view.stem_of(module)
         entry = entry_for(exceptions.of_stem, stem or module.name)
-    return f"Add '{entry}' to {exceptions.keys[0]}: vLLM's name, not the one on disk"
+    return f"Add '{entry}' to {exceptions.keys[0]}: vLLM's name, not the one on disk", "edit"
 
 
 def _config_cure(view: StoredView, module: Module, weight: StoredWeight) -> tuple[str, CuredBy]:
@@ -341,38 +324,31 @@ def _config_cure(view: StoredView, module: Module, weight: StoredWeight) -> tupl
     return SAY_IT, "quantize"
 
 
-def _covered_by(view: StoredView, module: Module, weight: StoredWeight) -> CuredBy:
-    """What lets a dialect build a module as this weight is stored."""
+def _cover_cure(view: StoredView, module: Module, weight: StoredWeight) -> tuple[str, CuredBy]:
+    """How the dialect reaches a module that it builds plain, and whether an edit can."""
     dialect = view.dialect
     entry = module.resolution.entry
-    if isinstance(dialect, ModelOpt) and entry in dialect.quantized_layers:
-        return "server"
+    if dialect.name == "none":
+        cure = "Write quantization_config into config.json, or ship the weights in BF16"
+        return cure, "quantize"
     # vLLM itself may decide it, whatever is written.
     written = {name for one in dialect.entries for name in (one.written, *one.read)}
-    is_written = not (entry and written) or entry in written
     is_draft_head = module.part == "mtp" and module.kind == "head"  # vLLM makes it the target's
-    if dialect.name == "none" or weight.form == "unknown" or not is_written or is_draft_head:
-        return "quantize"
-    return "edit"
-
-
-def _cover_cure(view: StoredView, module: Module) -> str:
-    """How the dialect reaches a module that it builds plain."""
-    dialect = view.dialect
-    if dialect.name == "none":
-        return "Write quantization_config into config.json, or ship the weights in BF16"
-    entry = module.resolution.entry
+    cured_by = "edit"
+    if weight.form == "unknown" or is_draft_head or (entry and written and entry not in written):
+        cured_by = "quantize"
     cure = f"Let a target match {' and '.join(module.shards) or module.name}"
     if isinstance(dialect, Awq) and not dialect.entries:
         cure = "Write modules_to_not_convert: without it vLLM makes a list of the headers"
     elif isinstance(dialect, ModelOpt) and entry in dialect.quantized_layers:
         algorithm = dialect.quantized_layers[entry]
         cure = f"Serve it with a newer vLLM, if one has {algorithm} for {module.kind}"
+        cured_by = "server"
     elif isinstance(dialect, ModelOpt) and not entry:
         cure = f"Name {module.name} in quantized_layers: vLLM's name, not the one on disk"
     elif entry:
         cure = f"Narrow the entry {entry!r} so that it leaves {module.name} alone"
-    return f"{cure}, or store the weight in BF16"
+    return f"{cure}, or store the weight in BF16", cured_by
 
 
 def vectors_are_plain(runtime: RuntimeView) -> Objections:
@@ -471,8 +447,10 @@ def schemes_are_known(view: StoredView) -> Objections:
     alone.
     """
     dialect = view.dialect
-    resolved = [module for module in view.modules if not module.resolution.error]
-    unknown = [module for module in resolved if module.resolution.built.form == "unknown"]
+    unknown = list[Module]()
+    for module in view.modules:
+        if module.resolution.built.form == "unknown" and not module.resolution.error:
+            unknown.append(module)
     is_unknown = isinstance(dialect, UnknownDialect)
     if dialect.name.startswith("modelopt") or not (unknown or is_unknown):
         return
@@ -717,6 +695,5 @@ def _is_replaced(view: StoredView, module: Module, member: Member) -> bool:
     size = (view.source.text_config.get("vocab_size"), view.source.text_config.get("hidden_size"))
     if "weight" in parts and parts.pop("weight").shape != size:
         return False
-    if view.loader.drops_scales and parts.keys() == {"weight_scale"}:
-        return True
-    return not parts or not view.loader.unknown_name
+    is_dropped = view.loader.drops_scales and parts.keys() == {"weight_scale"}
+    return is_dropped or not parts or not view.loader.unknown_name

@@ -177,9 +177,7 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
             cure = "Remove it, or bring the layer back"
             says = "is a scale of the KV cache, and no attention layer with a cache is there: "
             yield objection("kv-scales", name, f"{says}vLLM raises or skips it", cure, cure)
-    # With none at all vLLM computes with 1 everywhere, as a release without scales means it.
-    if not with_some:
-        return  # `declared_cache_has_scales` says what vLLM does then
+    # With none at all `declared_cache_has_scales` says what vLLM does.
     for module, part in attentions.items():
         taken = "1"
         convention = "compressed-tensors"

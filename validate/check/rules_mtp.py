@@ -183,6 +183,7 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
     rows = (*family.block, *family.linear_block, *family.mtp_block)
     # Parameters without a module: where no layer has one, a state is.
     bare = {row.path for row in rows if row.role == "state"}
+    bare.update(f"{row.path}.bias" for row in rows)
     for place in runtime.placed.values():
         if place.leaf in OTHER_LEAVES:
             bare.add(f"{place.row.path}.{place.leaf}".rstrip("."))
@@ -211,6 +212,7 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
     for halves in layers.values():
         for path, unit in halves[_OTHERS].items():
             units[unit].add(path)
+    said = defaultdict[tuple[Part, int], set[str]](set)
     for half in _HALVES:
         # The last layers first: an MTP layer that is as like an early one is of their kind.
         held_by = [layers["backbone", index][half].keys() for index in sorted(held, reverse=True)]
@@ -233,7 +235,8 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
             rest = frozenset(whole.difference(*halves.values()))
             if rest:
                 gaps.append(rest)
-            lacking = min(gaps, key=len, default=frozenset())
+            lacking = min(gaps, key=len, default=frozenset()) - said[part, index]
+            said[part, index] |= lacking
             rule = "layer-incomplete"
             cure = _AGAIN
             if part == "mtp":
@@ -257,20 +260,31 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
 def _needed_by_config(
     view: FamilyView, index: int, halves: Mapping[str, Mapping[str, str]]
 ) -> set[str]:
-    """What a decoder layer needs by `Row.where`."""
+    """What a decoder layer needs by `Row.where` and `Row.bias`."""
     needed = set[str]()
+    held = [*chain(*halves.values())]
     for row in view.family.block:
         parent = row.path.rpartition(".")[0] + "."
-        is_needed = any(path.startswith(parent) for path in chain(*halves.values()))
-        for key, value in row.where.items():
-            said = view.text_config.get(key)
-            if isinstance(said, list):
-                value = [value]
-                said = said[index : index + 1]
-            is_needed &= said == value
-        if row.where and is_needed:
+        if view.has(row, index) and any(path.startswith(parent) for path in held):
             needed.add(row.path)
+        if row.path in held and view.text_config.get(row.bias):
+            needed.add(f"{row.path}.bias")
     return needed
+
+
+def layers_have_what_config_gives(runtime: RuntimeView) -> Objections:
+    """No decoder layer has what config.json takes from it: experts in a dense layer, biases, norms,
+    a layer after the last.
+
+    vLLM 0.33.0 models/deepseek_v2.py and glm4_moe.py: load_weights.
+    """
+    for name, place in runtime.placed.items():
+        key = runtime.view.unbuilt_by(place)
+        if key:
+            where = f"config.json: {key}"
+            says = f"leaves out {name}, which the files hold: vLLM raises, or does not read it"
+            cure = f"Take {key} from the original release's config.json"
+            yield objection("config", where, says, cure, key)
 
 
 def layers_have_known_names(runtime: RuntimeView) -> Objections:
@@ -548,6 +562,7 @@ RULES = (
     files_are_indexed,
     mtp_glue_is_complete,
     layers_are_complete,
+    layers_have_what_config_gives,
     layers_have_known_names,
     ends_are_complete,
     experts_are_complete,

@@ -1,5 +1,5 @@
-"""Rules on shapes: a tensor has the sides that config.json gives, that its feed-forward part has,
-and that its like has in layers of the same kind.
+"""Rules on shapes: a tensor has the sides that config.json gives, and those of its like in layers
+of the same kind.
 
 In: a `RuntimeView`. Out: objections. vLLM's loaders raise on another shape, or fill a part of the
 parameter in silence.
@@ -11,18 +11,15 @@ Source: vLLM 0.32.0 and 0.33.0 model_loader/weight_utils.py, default_weight_load
 layers/linear.py, layers/vocab_parallel_embedding.py.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
+from statistics import mode
 
 from ...checkpoints.dialects.runtime_view import Member, RuntimeView, described
 from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName
-from ...recipes.family_view import Place
-from ...recipes.frozen import Shape
 from ..facts.findings import Objection, Objections, objection
 from .rules_mtp import is_shape_known, way_to_a_block
-
-_FFN_ROLES = ("dense_mlp", "shared_experts", "experts")
 
 
 def sides_are_those_of_config(runtime: RuntimeView) -> Objections:
@@ -37,36 +34,9 @@ def sides_are_those_of_config(runtime: RuntimeView) -> Objections:
         if len(sides) != len(weight.shape) or place.leaf not in ("", "bias", "weight"):
             continue
         for (words, side), own in zip(sides, weight.shape, strict=True):
-            if side not in (0, own):
+            if side not in (None, own):
                 yield _misshaped(runtime, member, f"config.json says {words}={side}")
                 break
-
-
-def feed_forward_parts_fit(runtime: RuntimeView) -> Objections:
-    """Gate and up have one shape, and down has it transposed."""
-    parts: dict[tuple[object, ...], list[Member]] = defaultdict(list)
-    for member in _members(runtime):
-        place, weight = member
-        if place.role in _FFN_ROLES and place.layer is not None and len(weight.shape) == 2:
-            parts[place.part, place.layer, place.row.path.rpartition(".")[0]].append(member)
-    for members in parts.values():
-        rows = {_at(member.place): member.place for member in members}
-        fused = {at for at, place in rows.items() if place.shares}
-        if (len(rows), len(fused)) != (3, 2):
-            continue
-        shapes = Counter[Shape]()
-        turned = list[tuple[Member, Shape]]()
-        for member in members:
-            shape = member.weight.shape
-            if _at(member.place) not in fused:
-                shape = (shape[1], shape[0])
-            turned.append((member, shape))
-            shapes[shape] += 1
-        usual = shapes.most_common(1)[0][0]
-        for member, shape in turned:
-            if shape != usual:
-                others = f"the projections beside it have {list(usual)}, or that transposed"
-                yield _misshaped(runtime, member, others)
 
 
 def likes_are_alike(runtime: RuntimeView) -> Objections:
@@ -77,15 +47,16 @@ def likes_are_alike(runtime: RuntimeView) -> Objections:
         if place.layer is not None and not place.row.interleaved:
             # Attention, or the feed-forward part.
             holder = place.row.path.partition(".")[0]
-            layers[place.part, place.layer, holder].setdefault(_at(place), member)
+            # Without numbers of experts.
+            at = f"{place.row.path} {place.leaf}"
+            layers[place.part, place.layer, holder].setdefault(at, member)
     seen: dict[tuple[object, ...], list[Member]] = defaultdict(list)
-    for (_, _, holder), members in layers.items():
+    for members in layers.values():
         for at, member in members.items():
             others = [(other, each.weight.shape) for other, each in members.items() if other != at]
-            seen[holder, at, *sorted(others)].append(member)
+            seen[at, *sorted(others)].append(member)
     for members in seen.values():
-        shapes = Counter(member.weight.shape for member in members)
-        usual = shapes.most_common(1)[0][0]
+        usual = mode(member.weight.shape for member in members)
         for member in members:
             if member.weight.shape != usual:
                 yield _misshaped(runtime, member, f"other layers have {list(usual)}")
@@ -108,11 +79,6 @@ def _misshaped(runtime: RuntimeView, member: Member, wanted: str) -> Objection:
     )
 
 
-def _at(place: Place) -> str:
-    """Where in its layer a tensor stands, without numbers of experts."""
-    return f"{place.row.path} {place.leaf}"
-
-
 def _members(runtime: RuntimeView) -> Iterator[Member]:
     """Every tensor of the language model whose shape the headers show."""
     weights = dict[HFName, StoredWeight](runtime.weights)
@@ -124,4 +90,4 @@ def _members(runtime: RuntimeView) -> Iterator[Member]:
         yield Member(place, weight)
 
 
-RULES = (sides_are_those_of_config, feed_forward_parts_fit, likes_are_alike)
+RULES = (sides_are_those_of_config, likes_are_alike)

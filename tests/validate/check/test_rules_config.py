@@ -85,10 +85,51 @@ test_config_has_what_vllm_reads = finds(
         where="config.json: dspark_target_layer_ids",
     ),
     case(
+        "an activation that the class of the layers does not have",
+        "glm fp8",
+        config("hidden_act", "gelu"),
+        where="config.json: hidden_act",
+        says="is gelu: vLLM raises ValueError 'Unsupported activation', and takes silu",
+    ),
+    case(
+        "FP8 blocks whose inputs have static scales",
+        "v3 native bf16 mtp",
+        quantization("activation_scheme", "static"),
+        where="config.json: quantization_config",
+        says="activation_scheme: must be dynamic with weight_block_size",
+    ),
+    case("one of two", "released kimi-k3-mtp", config("text_config/hidden_act", "silu"), found=[]),
+    case(
         "V4.1's without them",
         "released dsv4.1-flash",
         config("text_config/dspark_target_layer_ids", None),
         where="config.json: dspark_target_layer_ids",
+    ),
+)
+
+
+test_architecture_is_known = finds(
+    "config",
+    case(
+        "a letter off",
+        "released deepseek-r1",
+        config("architectures", ["DeepseekV3ForCausalL"]),
+        where="config.json: architectures",
+        says="vLLM 0.33 has no class of that name",
+        cure="Did you mean DeepseekV3ForCausalLM?",
+    ),
+    case(
+        "none, where vLLM finds the draft by it",
+        "released glm-4.7",
+        config("architectures", []),
+        where="config.json: architectures",
+        cure="Take architectures from the original release",
+    ),
+    case(
+        "none, where the model_type is enough",
+        "released hy3",
+        config("architectures", []),
+        found=[],
     ),
 )
 

@@ -270,6 +270,100 @@ def test_a_parameter_without_a_module_has_its_own_name(name, tmp_path):
     assert name in places
 
 
+test_layers_have_what_config_gives = finds(
+    "config",
+    case(
+        "a dense layer more than the files hold",
+        "glm fp8",
+        config("first_k_dense_replace", 2),
+        where="config.json: first_k_dense_replace",
+        says="leaves out model.layers.1.mlp.",
+    ),
+    case(
+        "experts in a layer that is dense",
+        "released deepseek-r1",
+        config("first_k_dense_replace", 0),
+        where="config.json: first_k_dense_replace",
+        says="leaves out model.layers.0.mlp.",
+    ),
+    case(
+        "experts in every other layer",
+        "released deepseek-r1",
+        config("moe_layer_freq", 2),
+        where="config.json: first_k_dense_replace",
+    ),
+    case(
+        "a list of them",
+        "released mimo-v2.5",
+        config("moe_layer_freq", [0, 0, 1]),
+        where="config.json: moe_layer_freq",
+    ),
+    case(
+        "words for them",
+        "released hy4-preview",
+        config("mlp_layer_types", ["dense", "dense", "sparse"]),
+        where="config.json: mlp_layer_types",
+    ),
+    case(
+        "their numbers",
+        "released step-3.5-flash",
+        config("moe_layers_enum", "3"),
+        where="config.json: moe_layers_enum",
+    ),
+    case(
+        "biases that nobody reads",
+        "glm fp8",
+        config("attention_bias", False),
+        where="config.json: attention_bias",
+        says="self_attn.k_proj.bias",
+    ),
+    case(
+        "norms that nobody reads",
+        "glm fp8",
+        config("use_qk_norm", False),
+        where="config.json: use_qk_norm",
+    ),
+    case(
+        "a layer after the last",
+        "released qwen3.5-397b",
+        config("text_config/num_hidden_layers", 3),
+        where="config.json: num_hidden_layers",
+        among=True,
+    ),
+    case(
+        "a layer after the last of a pattern",
+        "released nemotron-3-super",
+        config("hybrid_override_pattern", "ME*"),
+        where="config.json: hybrid_override_pattern",
+    ),
+    case(
+        "sinks of sliding layers",
+        "released mimo-v2.5",
+        config("add_swa_attention_sink_bias", False),
+        where="config.json: add_swa_attention_sink_bias",
+    ),
+)
+
+
+test_needed_by_config = finds(
+    "layer-incomplete",
+    case(
+        "biases that config.json promises",
+        "released exaone-4.5-33b",
+        config("text_config/attention_bias", True),
+        where="self_attn.k_proj.bias",
+        among=True,
+    ),
+    case(
+        "norms that it promises",
+        "released glm-4.5-air",
+        config("use_qk_norm", True),
+        where="self_attn.k_norm.weight",
+        among=True,
+    ),
+)
+
+
 test_layers_are_complete = finds(
     "layer-missing",
     met(

@@ -76,6 +76,44 @@ test_sides_are_those_of_config = finds(
         among=True,
     ),
     case(
+        "the only dense layer, gate",
+        "released glm-4.7",
+        reshape(r"model\.layers\.0\.mlp\.gate_proj\.weight", "n k -> 64 k"),
+        where="model.layers.0.mlp.gate_proj.weight",
+    ),
+    case(
+        "the only dense layer, down",
+        "released glm-4.7",
+        reshape(r"model\.layers\.0\.mlp\.down_proj\.weight", "n k -> k n"),
+        where="model.layers.0.mlp.down_proj.weight",
+        says="config.json says hidden_size=256",
+        among=True,
+    ),
+    case(
+        "latent attention of another width",
+        "v3 nvfp4",
+        config("kv_lora_rank", 256),
+        where="self_attn.kv_a_proj_with_mqa",
+        says="kv_lora_rank + qk_rope_head_dim=320",
+        among=True,
+    ),
+    case(
+        "delta nets with other heads",
+        "released qwen3.5-397b",
+        config("text_config/linear_num_key_heads", 8),
+        where="linear_attn",
+        says="2 linear_num_key_heads linear_key_head_dim",
+        among=True,
+    ),
+    case(
+        "a number that counts nothing",
+        "released deepseek-r1",
+        config("n_shared_experts", 0),
+        where="mlp.shared_experts",
+        says="n_shared_experts moe_intermediate_size=0",
+        among=True,
+    ),
+    case(
         "experts that are all half as wide",
         "glm fp8",
         reshape(r".*\.experts\.\d+\.(gate|up)_proj\.weight(_scale)?", "n k -> 64 k"),
@@ -129,31 +167,13 @@ def test_misshaped_glue_of_every_family(model, tmp_path):
             assert len({finding.where for finding in findings}) <= 2
 
 
-test_feed_forward_parts_fit = finds(
-    "shapes",
-    case(
-        "the only dense layer, gate",
-        "released glm-4.7",
-        reshape(r"model\.layers\.0\.mlp\.gate_proj\.weight", "n k -> 64 k"),
-        where="model.layers.0.mlp.gate_proj.weight",
-    ),
-    case(
-        "the only dense layer, down",
-        "released glm-4.7",
-        reshape(r"model\.layers\.0\.mlp\.down_proj\.weight", "n k -> k n"),
-        where="model.layers.0.mlp.down_proj.weight",
-        says="or that transposed",
-    ),
-)
-
-
 test_likes_are_alike = finds(
     "shapes",
     case(
         "a projection lost half of its rows",
-        "released glm-4.7",
-        reshape(r"model\.layers\.1\.self_attn\.k_proj\.weight", "n k -> 64 k"),
-        where="model.layers.1.self_attn.k_proj.weight",
+        "released glm-5",
+        reshape(r"model\.layers\.1\.self_attn\.indexer\.wk\.weight", "n k -> 64 k"),
+        where="model.layers.1.self_attn.indexer.wk.weight",
         says="other layers have",
     ),
     case(
