@@ -2,6 +2,7 @@
 `keepmtp bench` would find it, tokens a second by k and load, from counts and seconds.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -43,11 +44,13 @@ def closeness(
             )
         )
     found.add(Sitting(sitting=1, as_served=as_served, reason="", seconds=12.5, repeated=0.0))
-    of_source, of_checkpoint = figures.predicted(found, found)
+    one = {"as_served": as_served, "reason": "", "sittings": 1, "seconds": 12.5, "repeated": 0.0}
+    before = {"sha256": header.source_sha256, "perplexity": math.exp(2.0)}
+    after = {"sha256": checkpoint, "perplexity": math.exp(2.1)}
     return ClosenessFact(
         **FACTS["closeness"],
-        source=PredictedFact(path="/data/source", **of_source),
-        checkpoint=PredictedFact(path="/data/checkpoint", **of_checkpoint),
+        source=PredictedFact(role="source", path="/data/source", **one, **before),
+        checkpoint=PredictedFact(role="checkpoint", path="/data/checkpoint", **one, **after),
         samples=path.name,
         samples_sha256=file_sha256(path),
         **figures.closeness(found),

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import shortened
 from ...recipes.families import families
-from ...recipes.family import Loader
 from ...recipes.runtimes import Runtime
 
 Severity = Literal["error", "warning"]
@@ -114,17 +113,10 @@ class CheckpointFacts(Fact):
     @property
     def mtp_layers_follow_k(self) -> bool:
         """Whether vLLM builds an MTP layer for each drafted token, and leaves alone those
-        beyond.
+        beyond; not where the family has no table.
         """
-        return self._loader.builds_as_drafted
-
-    @property
-    def _loader(self) -> Loader:
-        """What vLLM's draft class does; nothing special where the family has no table."""
         family = families().get(self.family)
-        if family is None:
-            return Loader()
-        return family.loader
+        return family is not None and family.loader.builds_as_drafted
 
 
 class Objection(NamedTuple):

@@ -217,19 +217,6 @@ class Run(Drafts):
     log: str = ""
     probed: tuple[ProbeFact, ...] = ()
 
-    def rows_of(self, of: Arm, asked: str) -> Iterator[Row]:
-        """See `ServeCheck.rows`."""
-        yield from self.accepted(of, self.k, asked)
-        case = f"k={self.k}, {asked}"
-        if not self.loaded:
-            yield detail("server", case, of, None)
-        if self.tokens_per_second is not None:
-            rate = self.tokens_per_second
-            yield detail("tokens a second, one at a time", case, of, rate, "rate")
-        if self.partings is not None:
-            num = len(self.outputs)
-            yield detail("outputs as with k=0", case, of, num - len(self.partings), n=num)
-
 
 class ServedModel(Fact):
     """A checkpoint that was served.
@@ -429,7 +416,17 @@ class ServeCheck(StationFact):
         asked = counted(len(self.prompts), "prompt")
         for model in self.models:
             for run in model.runs:
-                yield from run.rows_of(model.role, asked)
+                yield from run.accepted(model.role, run.k, asked)
+                case = f"k={run.k}, {asked}"
+                if not run.loaded:
+                    yield detail("server", case, model.role, None)
+                if run.tokens_per_second is not None:
+                    rate = run.tokens_per_second
+                    yield detail("tokens a second, one at a time", case, model.role, rate, "rate")
+                if run.partings is not None:
+                    num = len(run.outputs)
+                    same = num - len(run.partings)
+                    yield detail("outputs as with k=0", case, model.role, same, n=num)
 
     @property
     def asked(self) -> tuple[str, ...]:

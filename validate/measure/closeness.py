@@ -97,15 +97,18 @@ class Closeness:
         """What both predicted, once both have."""
         before = self._before
         after = self._after(before)
-        of_source, of_checkpoint = figures.predicted(after, before)
+        found = figures.closeness(after)
+        lines = after.in_order()
+        of_source = math.fsum([line.source_nll for line in lines])
+        of_checkpoint = math.fsum([line.checkpoint_nll for line in lines])
         return ClosenessFact(
             text=self.text.path,
-            source=PredictedFact(path=self.source.source.where, **of_source),
-            checkpoint=PredictedFact(path=self.checkpoint.source.where, **of_checkpoint),
+            source=_predicted(self.source, before, of_source / found["tokens"]),
+            checkpoint=_predicted(self.checkpoint, after, of_checkpoint / found["tokens"]),
             samples=after.path.name,
             samples_sha256=file_sha256(after.path),
             environment=self.setup.environment,
-            **figures.closeness(after),
+            **found,
         )
 
     @property
@@ -211,6 +214,22 @@ class Closeness:
             unit="window",
             task="closeness",
         )
+
+
+def _predicted(model: Model, file: PredictedFile | ComparedFile, nll: float) -> PredictedFact:
+    """One model on the text, with so many nats a token."""
+    sittings = file.sittings.values()
+    repeated = [sitting.repeated for sitting in sittings if sitting.repeated is not None]
+    return PredictedFact(
+        role=model.role,
+        path=model.source.where,
+        sha256=model.identity.sha256,
+        perplexity=math.exp(nll),
+        sittings=len(sittings),
+        seconds=file.seconds,
+        repeated=max(repeated, default=None),
+        **file.served,
+    )
 
 
 def vocabulary_of(source: Source) -> int:

@@ -1,6 +1,6 @@
 """What follows from the windows of a text that were compared.
 
-In: a file of them, and the source's own. Out: fields of a `ClosenessFact`.
+In: a file of them. Out: fields of a `ClosenessFact`.
 
 Easy to get wrong: positions of one window of text are not independent, so every error is taken over
 windows.
@@ -9,11 +9,9 @@ windows.
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 from ...recipes.frozen import Json
-from ..facts.served import Role
-from .store import ComparedFile, LineFile
+from .store import ComparedFile
 
 
 def closeness(file: ComparedFile) -> Json:
@@ -34,33 +32,6 @@ def closeness(file: ComparedFile) -> Json:
         "stderr": _stderr(sums, sizes),
         "flips": sum(flips),
         "effective_tokens": _effective(flips, sizes),
-    }
-
-
-def predicted(file: ComparedFile, source: LineFile[Any, Any]) -> tuple[Json, Json]:
-    """Fields of the source's `PredictedFact` and of the checkpoint's; `source` is its own file."""
-    lines = file.in_order()
-    num = sum([len(line.nats) for line in lines])
-    before = math.fsum([line.source_nll for line in lines])
-    after = math.fsum([line.checkpoint_nll for line in lines])
-    header = file.header
-    return (
-        _predicted(source, "source", header.source_sha256, before / num),
-        _predicted(file, "checkpoint", header.checkpoint_sha256, after / num),
-    )
-
-
-def _predicted(file: LineFile[Any, Any], role: Role, sha256: str, nll: float) -> Json:
-    sittings = file.sittings.values()
-    repeated = [sitting.repeated for sitting in sittings if sitting.repeated is not None]
-    return {
-        "role": role,
-        "sha256": sha256,
-        "perplexity": math.exp(nll),
-        "sittings": len(sittings),
-        "seconds": file.seconds,
-        "repeated": max(repeated, default=None),
-        **file.served,
     }
 
 

@@ -159,31 +159,23 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
         RecipeError: no file, no text in it, a line of another form, or a file that the checkpoint
             was calibrated on.
     """
-    name, file = text_file(path, record.recipe.model if record else "")
-    _refuse_calibrated(file, record)
-    rows = list(_rows(file))
-    if not rows:
-        raise RecipeError(name, "must hold a text", got="an empty file", cure=_CURE)
-    return HeldOut(
-        path=name,
-        sha256=file_sha256(file),
-        texts=tuple([text for _, text in rows]),
-    )
-
-
-def text_file(path: Path | None, model: str) -> tuple[str, Path]:
-    """What the user named, or the file that ships with a model; and where it is.
-
-    Raises:
-        RecipeError: none of both, or no such file.
-    """
-    name = path or HELD_OUT.get(model)
+    name = path
+    if name is None and record:
+        name = HELD_OUT.get(record.recipe.model)
     if name is None:
         raise RecipeError("--text", "names the held-out text to compare on", got="none", cure=_CURE)
     file = find_path(name)
     if file is None:
         raise RecipeError(name, "must be a file of held-out text", got="no such file", cure=_CURE)
-    return str(name), file
+    _refuse_calibrated(file, record)
+    rows = list(_rows(file))
+    if not rows:
+        raise RecipeError(name, "must hold a text", got="an empty file", cure=_CURE)
+    return HeldOut(
+        path=str(name),
+        sha256=file_sha256(file),
+        texts=tuple([text for _, text in rows]),
+    )
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Text]]:
