@@ -220,7 +220,7 @@ def test_what_stops_over_other_packages_is_not_judged(good, silent, tmp_path):
     """Unless the static check or a known defect of vLLM says why; what loads is judged."""
     own = find_vllm()
     older = replace(own, version="0.31.0", unmet="transformers<5.18, not 5.19.0")
-    case = next(case for case in broken_cases() if case.name == "R2 key heads doubled")
+    case = next(case for case in broken_cases() if case.name == "R2 other layers attend")
     paths = [str(good), str(silent), str(write(tmp_path / "lost", case.build()))]
     found = list(check_on(paths, vllms=[older, own], gpus=["sm100"]))
     assert [len(checked.data.dry) for checked in found] == [2, 2, 1]
