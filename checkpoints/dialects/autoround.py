@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...recipes.family import VLLMName
 from ...recipes.frozen import frozen, without_none
 from ...recipes.renamer import Renamer
-from .dialect import UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import UNKNOWN, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import AutoRoundException, AutoRoundGiven, Raw, read_given
 from .gptq import awq_built, gptq_built
 from .matching import MXFP4, lacks, plain, raises, registers
@@ -96,9 +96,9 @@ class AutoRound(Dialect):
             return raises(_NO_EXPERTS, choice.entry)
         return Resolution(built, choice.entry)
 
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
+    def hits(self, read: Sequence[str], name: str) -> bool:
         """A whole name, the end of one, or an expression anywhere in it."""
-        word = entry.read[0]
+        (word,) = read
         return f".{name}".endswith(f".{word}") or _is_in(name, word)
 
     def _choices(self, module: str, shards: Sequence[str], kind: Kind) -> list[_Choice]:
@@ -193,19 +193,18 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
     if isinstance(blocks, str):
         blocks = blocks.split(",")
     extra = dict[str, AutoRoundException]()
-    entries = list[ConfigEntry]()
+    excepting = list[str]()
     for name, exception in given.extra_config.items():
-        read = rename.name(name)
-        extra[read] = exception
+        extra[rename.name(name)] = exception
         if (exception.bits or 0) >= _PLAIN_BITS:
-            entries.append(ConfigEntry("extra_config", name, (read,)))
+            excepting.append(name)
     return AutoRound(
         usual=_Choice(given.bits or 0, given.group_size, is_symmetric=given.sym is not False),
         packing=packing,
         blocks=tuple(map(rename.name, blocks)),
         extra=extra,
         rename=rename,
-        entries=tuple(entries),
+        listed={"extra_config": excepting},
         error=error,
     )
 

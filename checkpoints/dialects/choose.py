@@ -18,7 +18,7 @@ from ..companions import HF_QUANT_CONFIG
 from ..stored import FLOATS
 from .autoround import read_autoround
 from .compressed_tensors import read_compressed_tensors
-from .dialect import ConfigEntry, Dialect, UnknownDialect
+from .dialect import Dialect, UnknownDialect
 from .fp8 import read_fp8
 from .given import Raw
 from .gptq import read_awq, read_gptq
@@ -88,14 +88,12 @@ def read_dialect(
     except CheckpointError as error:
         raise error.at(where) from error
     # A dialect that keepmtp does not know: only the lists of modules to leave alone are read.
-    entries = list[ConfigEntry]()
+    listed = dict[str, list[str]]()
     for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):
-        listed = raw.get(key)
-        if isinstance(listed, list | dict):
-            for word in listed:
-                if isinstance(word, str):
-                    entries.append(ConfigEntry(key, word, (word,)))
-    return UnknownDialect(name=method or NO_METHOD, entries=tuple(entries))
+        words = raw.get(key)
+        if isinstance(words, list | dict):
+            listed[key] = [word for word in words if isinstance(word, str)]
+    return UnknownDialect(name=method or NO_METHOD, listed=listed)
 
 
 def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str]:

@@ -27,7 +27,7 @@ from ...recipes.forms import E8M0
 from ...recipes.frozen import Json, frozen
 from ...recipes.renamer import Renamer
 from ...recipes.schemes import SCHEMES
-from .dialect import PLAIN, UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import PLAIN, UNKNOWN, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
 from .matching import ENCODED, MXFP4, SCHEMES_DIFFER, named, plain, raises, registers
 from .modules import NamedModule, Spellings, regexes
@@ -76,9 +76,9 @@ class CompressedTensors(Dialect):
     # Expressions, from the start of a name; of routed experts each projection has a name.
     exceptions = Exceptions(("ignore",), "re:^{}$", of_stem="re:^{}", of_experts="re:^{}[.]")
 
-    def reads(self, entry: str) -> ConfigEntry:
+    def reads(self, word: str) -> tuple[str, ...]:
         """As the mapper of vLLM's class leaves it."""
-        return ConfigEntry("ignore", entry, (self.rename.path(entry),))
+        return (self.rename.path(word),)
 
     def scheme_of(self, answer: Resolution) -> str:
         """keepmtp's word for what a module becomes; "" where it has none."""
@@ -97,9 +97,9 @@ class CompressedTensors(Dialect):
             return raises(_NO_ROWS, answer.entry)
         return self._scheme(module, shards, _class_of(module, shards, kind), self.builds)
 
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
+    def hits(self, read: Sequence[str], name: str) -> bool:
         """Whole name, or `re:` from the start."""
-        return equal_or_regex(name, entry.read[0])
+        return equal_or_regex(name, read[0])
 
     def _experts(self, projections: Sequence[str]) -> Resolution:
         if self.all_experts is not None:
@@ -158,7 +158,7 @@ def read_compressed_tensors(
     linear = dict[str, Resolution]()
     experts = dict[str, Resolution]()
     schemes = dict[str, str]()
-    entries = list[ConfigEntry]()
+    written = list[str]()
     all_experts = None
     if family and given.format and given.format == family.rerouted_format:
         all_experts = MXFP4._replace(scales=ENCODED)
@@ -174,18 +174,15 @@ def read_compressed_tensors(
         if group.weights and group.weights.is_reordered:
             of_linear = of_linear._replace(error=_NO_ORDER, refusal="order")
             of_experts = of_experts._replace(error=_NO_ORDER, refusal="order")
-        for target in targets:
-            read = rename.path(target)
-            entries.append(ConfigEntry("targets", target, (read,)))
+        written += targets
+        for read in map(rename.path, targets):
             linear[read] = of_linear
             experts[read] = of_experts
             schemes[read] = _scheme_of(group)
-    ignored = [ConfigEntry("ignore", entry, (rename.path(entry),)) for entry in given.ignore]
-    ignore = Entries(entry.read[0] for entry in ignored)
+    ignore = Entries(map(rename.path, given.ignore))
     targets = Entries(linear)
     targets.refuse_wrong()
     ignore.refuse_wrong()
-    entries += ignored
     return CompressedTensors(
         ignore=ignore,
         targets=targets,
@@ -193,7 +190,7 @@ def read_compressed_tensors(
         expert_builds=experts,
         schemes=schemes,
         rename=rename,
-        entries=tuple(entries),
+        listed={"targets": written, "ignore": given.ignore},
         all_experts=all_experts,
     )
 

@@ -11,6 +11,9 @@ the two.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -113,28 +116,39 @@ def entry_for(template: str, name: str) -> str:
     return template.format(name)
 
 
-@frozen
+@dataclass(frozen=True, kw_only=True)
 class Dialect:
     """A quantization config as vLLM reads it.
 
     Attributes:
         name: of the dialect, for messages.
-        entries: the names and patterns of the config's lists, as vLLM compares them with its names.
+        listed: the names and patterns of the config's lists, as written, by key.
         rename: the mapper of the class that reads it.
         exceptions: how the config leaves modules alone; None where keepmtp does not know.
     """
 
     name: str
-    entries: tuple[ConfigEntry, ...] = ()
-    rename: Renamer = Renamer()
+    listed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    rename: Renamer = field(default_factory=Renamer)
     exceptions: ClassVar[Exceptions | None] = None
 
-    def reads(self, entry: str) -> ConfigEntry:
-        """An entry of `exceptions`, as the mapper of vLLM's class leaves it."""
-        keys = ("",)
-        if self.exceptions is not None:
-            keys = self.exceptions.keys
-        return ConfigEntry(keys[0], entry, (self.rename.name(entry),))
+    @cached_property
+    def entries(self) -> tuple[ConfigEntry, ...]:
+        """What is listed, as vLLM compares it with its names."""
+        entries = list[ConfigEntry]()
+        for where, words in self.listed.items():
+            for word in words:
+                entries.append(ConfigEntry(where, word, self.reads(word)))
+        return tuple(entries)
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """All that vLLM reads of the lists."""
+        return tuple(chain(*[entry.read for entry in self.entries]))
+
+    def reads(self, word: str) -> tuple[str, ...]:
+        """A name or pattern, as the mapper of vLLM's class leaves it."""
+        return (self.rename.name(word),)
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """What vLLM builds.
@@ -147,8 +161,8 @@ class Dialect:
         """
         raise NotImplementedError
 
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
-        """Whether `entry` alone matches a name."""
+    def hits(self, read: Sequence[str], name: str) -> bool:
+        """Whether one entry alone, as `reads` gives it, matches a name."""
         raise NotImplementedError
 
 
@@ -169,11 +183,15 @@ class FixedAnswer(Dialect):
         """Without a look at the module."""
         return self.answer
 
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
+    def hits(self, read: Sequence[str], name: str) -> bool:
         """By substring, the loosest rule of these dialects."""
-        bares = [re.sub(r"^(?:re:|[-+]:)|\\", "", word).strip(".*^$") for word in entry.read]
+        bares = [re.sub(r"^(?:re:|[-+]:)|\\", "", word).strip(".*^$") for word in read]
         return any(bare and bare in name for bare in bares)
 
 
 class UnknownDialect(FixedAnswer):
     """A dialect whose matching keepmtp does not know (torchao, humming, ...)."""
+
+    def reads(self, word: str) -> tuple[str, ...]:
+        """As it is written."""
+        return (word,)

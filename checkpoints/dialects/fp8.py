@@ -21,7 +21,7 @@ from ...recipes.family_view import language_config
 from ...recipes.forms import E8M0
 from ...recipes.frozen import Json, frozen
 from ...recipes.renamer import Renamer, family_of
-from .dialect import ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import Fp8Given, Raw, read_given
 from .matching import ENCODED, plain, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built
@@ -55,7 +55,6 @@ class Fp8(Dialect):
     own.
 
     Attributes:
-        ignored: ignored_layers or modules_to_not_convert, after renaming.
         linear: what a linear module becomes.
         experts: what routed experts become.
         keeps_mxfp4: for DeepSeek-V4 with NVFP4 experts: names on disk of the experts that stay
@@ -63,7 +62,6 @@ class Fp8(Dialect):
         num_layers: num_hidden_layers; later layers are MTP layers.
     """
 
-    ignored: tuple[str, ...]
     linear: VLLMModule
     experts: VLLMModule
     keeps_mxfp4: tuple[str, ...]
@@ -79,7 +77,7 @@ class Fp8(Dialect):
         if kind == "experts":
             shards = ()
         # vLLM's list has whole names, never patterns.
-        answer = skipped(module, shards, self.ignored)
+        answer = skipped(module, shards, self.words)
         if answer is not None:
             return answer
         if kind == "linear":
@@ -95,9 +93,9 @@ class Fp8(Dialect):
                     return Resolution(_MXFP4_EXPERTS, pattern)
         return Resolution(self.experts)
 
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
+    def hits(self, read: Sequence[str], name: str) -> bool:
         """Whole name; for experts every entry that contains it."""
-        return skipped(name, (), entry.read) is not None
+        return skipped(name, (), read) is not None
 
 
 def has_blocks(dialect: Dialect) -> bool:
@@ -143,20 +141,14 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
         if given.moe_quant_algo == "NVFP4":
             experts = modelopt_built("NVFP4", 16, 128)
             keeps_mxfp4 = given.ignore
-    ignored = list[str]()
-    entries = list[ConfigEntry]()
-    for word in listed:
-        ignored.append(rename.name(word))
-        entries.append(ConfigEntry("ignored_layers", word, (ignored[-1],)))
     return Fp8(
         name=own_class or "fp8",
-        ignored=tuple(ignored),
         linear=linear,
         experts=experts,
         keeps_mxfp4=keeps_mxfp4,
         num_layers=language_config(config).get("num_hidden_layers") or 0,
         rename=rename,
-        entries=tuple(entries),
+        listed={"ignored_layers": listed},
     )
 
 

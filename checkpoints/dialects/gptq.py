@@ -12,6 +12,7 @@ the real functions by tests/checkpoints/dialects/test_dialects.py and test_forei
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ...recipes.family import VLLMName
@@ -19,7 +20,7 @@ from ...recipes.frozen import frozen
 from ...recipes.renamer import Renamer
 from ...recipes.schemes import SCHEMES
 from ..stored import StoredWeight
-from .dialect import ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import AwqGiven, GptqGiven, GptqModules, Raw, read_given
 from .matching import (
     MARLIN_GROUPS,
@@ -71,9 +72,9 @@ class Gptq(Dialect):
     # `-:` expressions. The first of `dynamic` that matches decides.
     exceptions = Exceptions(("dynamic",), of_name="-:^{}$", of_stem="-:^{}", value={})
 
-    def reads(self, entry: str) -> ConfigEntry:
+    def reads(self, word: str) -> tuple[str, ...]:
         """The expression without its sign; vLLM renames none."""
-        return ConfigEntry("dynamic", entry, (entry.removeprefix("-:"),))
+        return (word.removeprefix("-:"),)
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_linear_quant_method` and `get_moe_quant_method`, then `override_config`."""
@@ -112,9 +113,9 @@ class Gptq(Dialect):
         """Whether vLLM builds routed experts by MoeWNA16, which does not look at `dynamic`."""
         return self.usual.group_size not in MARLIN_GROUPS
 
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
+    def hits(self, read: Sequence[str], name: str) -> bool:
         """Whether its expression matches the name from the start."""
-        return matches_start(name, entry.read[0])
+        return matches_start(name, read[0])
 
 
 @frozen
@@ -148,15 +149,15 @@ class Awq(Dialect):
         # In groups that Marlin does not have, experts go to MoeWNA16, which takes the list as it is
         # written.
         if kind == "experts" and self.group_size not in MARLIN_GROUPS:
-            skipped = Substrings(entry.written for entry in self.entries)
+            skipped = Substrings(chain(*self.listed.values()))
         if kind != "linear":
             shards = ()
         answer = named(module, shards, skipped.within, SHARDS_DIFFER)
         return answer or Resolution(awq_built(self.group_size, has_zeros=self.has_zeros))
 
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
+    def hits(self, read: Sequence[str], name: str) -> bool:
         """Whether it is a part of the name."""
-        return entry.read[0] in name
+        return read[0] in name
 
 
 def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
@@ -172,14 +173,14 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
     """
     given = read_given(GptqGiven, raw)
     dynamic = list[DynamicRule]()
-    entries = list[ConfigEntry]()
+    excepting = list[str]()
     excepts_draft = False
     for key, value in given.dynamic.items():
         # `+:` changes bits and groups, and excepts nothing.
         expression = key.removeprefix("-:").removeprefix("+:")
         modules = None
         if key.startswith("-:"):
-            entries.append(ConfigEntry("dynamic", f"-:{expression}", (expression,)))
+            excepting.append(key)
             excepts_draft |= "mtp" in key
         else:
             changes = (value or GptqModules()).model_dump(exclude_none=True)
@@ -200,8 +201,8 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
         usual=given,
         has_quantized_head=given.lm_head,
         dynamic=tuple(dynamic),
-        stored=Substrings(rename.name(word) for word in stored or integers),
-        entries=tuple(entries),
+        stored=Substrings(map(rename.name, stored or integers)),
+        listed={"dynamic": excepting},
         error=error,
         excepts_draft=excepts_draft,
     )
@@ -227,14 +228,13 @@ def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
     # Without a list vLLM makes one of the headers, in the names on disk: so one expert's name is no
     # part of the name of all.
     listed = given.modules_to_not_convert
-    entries = [ConfigEntry("modules_to_not_convert", word, (rename.name(word),)) for word in listed]
     return Awq(
         group_size=group_size or 0,
         has_zeros=bool(given.zero_point),
         has_quantized_head=given.lm_head,
-        skipped=Substrings(rename.name(word) for word in listed or floats),
+        skipped=Substrings(map(rename.name, listed or floats)),
         rename=rename,
-        entries=tuple(entries),
+        listed={"modules_to_not_convert": listed},
         error=error,
     )
 

@@ -33,7 +33,6 @@ from ...recipes.runtimes.vllm import holds
 from .dialect import (
     PLAIN,
     UNKNOWN,
-    ConfigEntry,
     Dialect,
     Exceptions,
     Kind,
@@ -69,7 +68,6 @@ class ModelOpt(Dialect):
 
     Attributes:
         algorithm: quant_algo, upper case.
-        exclude: entries after renaming.
         quantized_layers: module -> quant_algo, for MIXED_PRECISION.
         group_size: of NVFP4.
         codecs: algorithms of blocks that are packed as GGML's, whose tensors the check does not
@@ -78,7 +76,6 @@ class ModelOpt(Dialect):
     """
 
     algorithm: str
-    exclude: tuple[str, ...]
     quantized_layers: Mapping[str, str]
     group_size: int
     block: int
@@ -94,9 +91,9 @@ class ModelOpt(Dialect):
         parts_come_first=True,
     )
 
-    def reads(self, entry: str) -> ConfigEntry:
+    def reads(self, word: str) -> tuple[str, ...]:
         """As the mapper of vLLM's class leaves it: one name or two."""
-        return ConfigEntry("exclude", entry, self.rename.modelopt(entry))
+        return self.rename.modelopt(word)
 
     def scheme_of(self, answer: Resolution) -> str:
         """keepmtp's word for what a module becomes; "" where compressed-tensors has none like
@@ -115,11 +112,11 @@ class ModelOpt(Dialect):
         is_experts = kind == "experts"
         if is_experts:
             shards = ()
-        answer = skipped(module, shards, self.exclude)
+        answer = skipped(module, shards, self.words)
         if answer is not None:
             return answer
         # Heads too: what no entry excludes is quantized.
-        pattern = _excluding(self.exclude, module)
+        pattern = _excluding(self.words, module)
         if pattern is not None:
             return plain(pattern)
         algorithm = self.algorithm
@@ -142,10 +139,10 @@ class ModelOpt(Dialect):
             built = PLAIN
         return Resolution(built, entry)
 
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
+    def hits(self, read: Sequence[str], name: str) -> bool:
         """As `resolve` does, with this entry only."""
-        skips = skipped(name, (), entry.read)
-        return skips is not None or _excluding(entry.read, name) is not None
+        skips = skipped(name, (), read)
+        return skips is not None or _excluding(read, name) is not None
 
     def _named(self, module: str, shards: Sequence[str]) -> tuple[str, str | None]:
         """The entry of quantized_layers for a module, "" for none, and its algorithm: None where
@@ -215,12 +212,6 @@ def read_modelopt(
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
         return UnknownDialect(name=f"modelopt {algorithm or 'without quant_algo'}")
-    entries = list[ConfigEntry]()
-    exclude = list[str]()
-    for written in listed:
-        entry = ConfigEntry("exclude", written, rename.modelopt(written))
-        entries.append(entry)
-        exclude += entry.read
     layers = dict[str, str]()
     sizes = set[int]()
     for name, row in holder.quantized_layers.items():
@@ -232,10 +223,9 @@ def read_modelopt(
         codecs = _CODECS
     return ModelOpt(
         algorithm=algorithm,
-        exclude=tuple(exclude),
         quantized_layers=layers,
         group_size=holder.group_size or 16,
-        entries=tuple(entries),
+        listed={"exclude": listed},
         block=min(sizes, default=128),
         codecs=codecs,
         rename=rename,

@@ -17,7 +17,7 @@ from ...recipes.family import VLLMName
 from ...recipes.frozen import frozen
 from ...recipes.renamer import Renamer
 from ..stored import Form
-from .dialect import UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import UNKNOWN, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, Raw, read_given
 from .matching import SCHEMES_DIFFER, named, plain, raises, registers
 from .patterns import Entries, equal_or_regex
@@ -92,9 +92,9 @@ class Quark(Dialect):
             built = built._replace(optional=built.optional | {"input_scale"})
         return Resolution(built, entry)
 
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
+    def hits(self, read: Sequence[str], name: str) -> bool:
         """Whole name, `re:` from the start, or a name below that of routed experts."""
-        word = entry.read[0]
+        (word,) = read
         is_below = name.endswith(".experts") and word.startswith(f"{name}.")
         return is_below or equal_or_regex(name, word)
 
@@ -123,13 +123,12 @@ def read_quark(raw: Raw, rename: Renamer) -> Quark:
         if is_cache or (group and name == "*q_proj"):
             layer = layer.model_copy(update={"output_tensors": None})
         layers[rename.name(name)] = layer
-    entries = [ConfigEntry("exclude", word, (rename.name(word),)) for word in given.exclude]
     found = Quark(
-        exclude=Entries(entry.read[0] for entry in entries),
+        exclude=Entries(map(rename.name, given.exclude)),
         layers=layers,
         usual=given.global_quant_config,
         rename=rename,
-        entries=tuple(entries),
+        listed={"exclude": given.exclude},
         pack_method=export.pack_method,
         error=_NO_EXPORT if given.export is None else "",
         error_unless_excluded=_NO_LAYER_TYPES if given.layer_type_quant_config is None else "",

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 from ...recipes.errors import CheckpointError, shortened
@@ -161,11 +162,11 @@ def _modelopt(raw: Raw, rename: Renamer) -> SglangReader:
         name = "modelopt_fp8"
     else:
         return fixed("modelopt", raises(_ONLY_FP8.format(found.algorithm)))
-    exclude = [rename.name(entry.written) for entry in found.entries]
+    exclude = [rename.name(word) for word in chain(*found.listed.values())]
     if rename.renames is not None:
         # An entry for the language model also counts without its prefix.
         exclude += [entry.removeprefix("language_model.") for entry in exclude]
-    found = replace(found, exclude=(), looks_above=False)
+    found = replace(found, listed={}, looks_above=False)
     return SglangReader(name, found, partial(_of_modelopt, found, tuple(exclude)))
 
 
@@ -191,10 +192,10 @@ def _fp8(raw: Raw, config: Raw) -> SglangReader:
     found = read_fp8(raw, config, Renamer())
     # Each entry counts with and without `model.` before it.
     ignored = list[str]()
-    for entry in found.ignored:
+    for entry in found.words:
         bare = entry.removeprefix("model.")
         ignored += (bare, f"model.{bare}")
-    found = replace(found, ignored=())
+    found = replace(found, listed={})
     if found.name != "fp8":
         found = replace(found, experts=UNKNOWN, keeps_mxfp4=())  # DeepSeek-V4's may be MXFP4
     return SglangReader("fp8", found, partial(_of_fp8, found, ignored))

@@ -468,7 +468,7 @@ def schemes_are_known(view: StoredView) -> Objections:
         is_plain = member.weight.form == "plain" and module.role not in ("norm", "head")
         if not is_unknown or module.part != "mtp" or not is_plain:
             continue
-        if not any(dialect.hits(entry, name) for entry in dialect.entries):
+        if not any(dialect.hits(entry.read, name) for entry in dialect.entries):
             yield objection(
                 "dialect",
                 member.name,
@@ -579,7 +579,7 @@ def _table_built(runtime: RuntimeView, name: VLLMName) -> str:
         return "unknown"
     if isinstance(dialect, Fp8):
         # The table itself, or a shard of it.
-        if any(f"{entry}.shard_".startswith(f"{name}.shard_") for entry in dialect.ignored):
+        if any(f"{entry}.shard_".startswith(f"{name}.shard_") for entry in dialect.words):
             return "plain"
         return "fp8"
     form = dialect.resolve(name, shards=(), kind="linear").built.form
