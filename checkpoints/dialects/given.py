@@ -48,13 +48,15 @@ class _Given(BaseModel):
 
 
 class GivenArguments(_Given):
-    """compressed-tensors' QuantizationArgs, with its defaults."""
+    """compressed-tensors' QuantizationArgs, with its defaults; `strategy` is "" where it follows
+    from the others.
+    """
 
-    num_bits: Annotated[int, Field(ge=1, le=64)] | None = None
-    type: str | None = None
-    strategy: str | None = None
-    symmetric: bool | None = None
-    dynamic: bool | str | None = None
+    num_bits: Annotated[int, Field(ge=1, le=64)] = 8
+    type: str = "int"
+    strategy: str = ""
+    symmetric: bool = True
+    dynamic: bool | str = False
     group_size: _Group | None = None
     block_structure: tuple[_Side, _Side] | None = None
     actorder: bool | str | None = None
@@ -102,18 +104,12 @@ class ModelOptInner(_Given):
     group_size: Annotated[int, Field(ge=0, le=_LARGEST)] = 0
 
 
-class ActivationsOnly(_Given):
-    """Of a config group under modelopt: only whether activations are quantized."""
-
-    input_activations: Any = None
-
-
 class ModelOptGiven(ModelOptInner):
     """`quant_method: modelopt`, or hf_quant_config.json."""
 
     quant_method: str | None = None
     quantization: ModelOptInner | None = None
-    config_groups: Mapping[str, ActivationsOnly] = {}
+    config_groups: Mapping[str, Raw] = {}
 
 
 class Fp8Given(_Given):

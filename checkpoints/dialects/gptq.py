@@ -11,9 +11,8 @@ quantization/utils/{gptq_utils,marlin_utils, quant_utils}.py, models/qwen3_5_mtp
 the real functions by tests/checkpoints/dialects/test_dialects.py and test_foreign_schemes.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from ...recipes.family import VLLMName
 from ...recipes.frozen import frozen
@@ -37,36 +36,22 @@ from .patterns import matches_start
 ACT_ORDER = "ValueError: GPTQ group activation ordering (desc_act=True) is no longer supported"
 
 
-class DynamicRule(NamedTuple):
-    """An entry of `dynamic`.
-
-    Attributes:
-        expression: matches the start of a name.
-        given: what holds for these modules; None where they are left alone.
-    """
-
-    expression: str
-    given: GptqModules | None
-
-
 @frozen
 class Gptq(Dialect):
     """`quant_method: gptq`.
 
     Attributes:
         usual: what holds for all modules that `dynamic` does not match.
-        dynamic: in their order.
+        dynamic: expression for the start of a name -> what holds for these modules, None where they
+            are left alone; in their order.
         stored: modules that are quantized, by a part of their name; all if there are none.
         error: vLLM's exception as it reads the config; "" for none.
-        excepts_draft: Qwen3.5's draft class builds its layers plain: an exception speaks of mtp.
     """
 
-    usual: GptqModules
-    has_quantized_head: bool
-    dynamic: tuple[DynamicRule, ...]
+    usual: GptqGiven
+    dynamic: Mapping[str, GptqModules | None]
     stored: Substrings
     error: str
-    excepts_draft: bool
     name: str = "gptq"
 
     # `-:` expressions. The first of `dynamic` that matches decides.
@@ -82,16 +67,15 @@ class Gptq(Dialect):
             return raises(self.error, refusal="order")
         if self.error:
             return raises(self.error)
-        if kind == "head" and not self.has_quantized_head:
+        if kind == "head" and not self.usual.lm_head:
             return plain()
         entry = ""
         given: GptqModules | None = self.usual
-        dynamic = self.dynamic
-        if kind == "experts" and self.is_blind_to_experts:
-            dynamic = ()
-        for rule in dynamic:  # `get_dynamic_override`: the first that matches
-            if matches_start(module, rule.expression):
-                entry, given = rule
+        is_blind = kind == "experts" and self.is_blind_to_experts
+        for expression in self.dynamic:  # `get_dynamic_override`: the first that matches
+            if not is_blind and matches_start(module, expression):
+                entry = expression
+                given = self.dynamic[expression]
                 break
         # A linear module is quantized if the name of one with integers on disk is a part of its
         # own. Experts are quantized unless `dynamic` excepts them.
@@ -123,13 +107,13 @@ class Awq(Dialect):
     """`quant_method: awq`.
 
     Attributes:
+        group_size: by either of its two keys.
         skipped: modules_to_not_convert, or what vLLM puts in its place.
         error: vLLM's exception as it reads the config; "" for none.
     """
 
+    given: AwqGiven
     group_size: int
-    has_zeros: bool
-    has_quantized_head: bool
     skipped: Substrings
     error: str
     name: str = "awq"
@@ -143,7 +127,7 @@ class Awq(Dialect):
         """
         if self.error:
             return raises(self.error)
-        if kind == "head" and not self.has_quantized_head:
+        if kind == "head" and not self.given.lm_head:
             return plain()
         skipped = self.skipped
         # In groups that Marlin does not have, experts go to MoeWNA16, which takes the list as it is
@@ -153,7 +137,9 @@ class Awq(Dialect):
         if kind != "linear":
             shards = ()
         answer = named(module, shards, skipped.within, SHARDS_DIFFER)
-        return answer or Resolution(awq_built(self.group_size, has_zeros=self.has_zeros))
+        return answer or Resolution(
+            awq_built(self.group_size, has_zeros=bool(self.given.zero_point))
+        )
 
     def hits(self, read: Sequence[str], name: str) -> bool:
         """Whether it is a part of the name."""
@@ -172,22 +158,20 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(GptqGiven, raw)
-    dynamic = list[DynamicRule]()
+    dynamic = dict[str, GptqModules | None]()
     excepting = list[str]()
-    excepts_draft = False
     for key, value in given.dynamic.items():
         # `+:` changes bits and groups, and excepts nothing.
         expression = key.removeprefix("-:").removeprefix("+:")
         modules = None
         if key.startswith("-:"):
             excepting.append(key)
-            excepts_draft |= "mtp" in key
         else:
             changes = (value or GptqModules()).model_dump(exclude_none=True)
             modules = given.model_copy(update=changes)
-        dynamic.append(DynamicRule(expression, modules))
+        dynamic.setdefault(expression, modules)
     error = lacks({key: getattr(given, key) for key in GptqModules.model_fields})
-    for _, modules in (("", given), *dynamic):
+    for modules in (given, *dynamic.values()):
         is_ordered = modules is not None and modules.desc_act and modules.group_size != -1
         if is_ordered and not error:
             error = ACT_ORDER
@@ -199,12 +183,10 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
             stored += item
     return Gptq(
         usual=given,
-        has_quantized_head=given.lm_head,
-        dynamic=tuple(dynamic),
+        dynamic=dynamic,
         stored=Substrings(map(rename.name, stored or integers)),
         listed={"dynamic": excepting},
         error=error,
-        excepts_draft=excepts_draft,
     )
 
 
@@ -229,9 +211,8 @@ def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
     # part of the name of all.
     listed = given.modules_to_not_convert
     return Awq(
+        given=given,
         group_size=group_size or 0,
-        has_zeros=bool(given.zero_point),
-        has_quantized_head=given.lm_head,
         skipped=Substrings(map(rename.name, listed or floats)),
         rename=rename,
         listed={"modules_to_not_convert": listed},

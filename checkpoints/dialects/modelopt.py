@@ -208,7 +208,11 @@ def read_modelopt(
     if not algorithm and given.quant_method == "mxfp8":
         algorithm = "MXFP8"
     groups = given.config_groups.values()
-    if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
+    if (
+        algorithm == "NVFP4"
+        and groups
+        and all(group.get("input_activations") is None for group in groups)
+    ):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
         return UnknownDialect(name=f"modelopt {algorithm or 'without quant_algo'}")

@@ -71,10 +71,6 @@ class Entries:
                 self._places.setdefault(entry, at)
         self._of_class = dict[str, str | None]()
 
-    def has(self, name: str) -> bool:
-        """Whether an entry is this name, word for word."""
-        return name in self._places
-
     def first(self, name: str) -> str | None:
         """The first entry that is the name, or matches its start."""
         place = self._places.get(name, len(self.written))

@@ -566,7 +566,8 @@ class RuntimeView(StoredView):
             return plain(f"vLLM builds {module} without quantization under modelopt NVFP4")
         dialect = self.dialect_of(part)
         stem = loader.plain_where_excepted
-        if stem and module.startswith(stem) and isinstance(dialect, Gptq) and dialect.excepts_draft:
+        is_excepted = isinstance(dialect, Gptq) and any("mtp" in word for word in dialect.words)
+        if stem and module.startswith(stem) and is_excepted:
             # The draft's class looks at `dynamic` itself, before the config is asked.
             return plain("vLLM builds this draft's layers plain where dynamic excepts mtp")
         if kind == "embedding" and not isinstance(dialect, CompressedTensors | UnknownDialect):
