@@ -19,7 +19,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any
 
 from ...recipes.family import Family, VLLMName
 from ...recipes.family_view import FamilyView
@@ -45,7 +44,6 @@ _FP8_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pa
 _NO_ORDER = (
     "ValueError: Compressed-tensors group/dynamic activation ordering is no longer supported"
 )
-_Arguments = dict[str, Any]
 # What each target means after renaming, in their order.
 _Builds = Mapping[str, Resolution]
 ByScheme = Mapping[str, Set[Spellings]]
@@ -208,20 +206,20 @@ def _scheme_of(group: GivenGroup) -> str:
     return ""
 
 
-def registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMModule:
+def registered(weights: GivenArguments | None, inputs: GivenArguments | None) -> VLLMModule:
     """The parameters of a config group's scheme; both servers name them as compressed-tensors
     does.
     """
     if weights is None:
         return PLAIN
-    bits = weights["num_bits"]
-    strategy = weights["strategy"]
-    size = weights["group_size"]
+    bits = weights.num_bits
+    strategy = weights.strategy
+    size = weights.group_size
     ndim = 0 if strategy == "tensor" else 2
     eight = ["weight", "weight_scale"]
-    if inputs is not None and inputs["dynamic"] is False:
+    if inputs is not None and inputs.dynamic is False:
         eight.append("input_scale")
-    match weights["type"], bits, strategy, size:
+    match weights.type, bits, strategy, size:
         case "float", 4, "tensor_group", 16:
             leaves = ["weight_packed", "weight_scale", "weight_global_scale"]
             if inputs:
@@ -232,17 +230,17 @@ def registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMMod
         case "float", 8, "group", 32:
             return registers("mxfp8", "weight", "weight_scale", group_size=32)
         case "float", 8, "block", _:
-            block = weights["block_structure"] or (128, 128)
+            block = weights.block_structure or (128, 128)
             return registers("fp8_block", *eight, block=block, scale_ndim=ndim)
         case "float", 8, "tensor", _:
             return registers("fp8_tensor", *eight, scale_ndim=ndim)
         case "float", 8, "channel", _:
             return registers("fp8_channel", *eight, scale_ndim=ndim)
-        case "int", 8, "tensor" | "channel", _ if inputs and inputs["num_bits"] == 8:
+        case "int", 8, "tensor" | "channel", _ if inputs and inputs.num_bits == 8:
             return registers("int8", *eight, scale_ndim=ndim)
         case "int", _, "group" | "channel", _ if inputs is None:
             leaves = ["weight_packed", "weight_scale", "weight_shape"]
-            if not weights["symmetric"]:
+            if not weights.symmetric:
                 leaves.append("weight_zero_point")
             if strategy == "channel" or not size or size < 0:
                 size = None
@@ -259,7 +257,7 @@ def _built(group: GivenGroup, format_: str | None, *, is_experts: bool) -> Resol
     inputs = filled(group.input_activations)
     built = registered(weights, inputs)
     format_ = group.format or format_
-    is_of_nvfp4 = inputs is None or (inputs["num_bits"], inputs["strategy"]) == (4, "tensor_group")
+    is_of_nvfp4 = inputs is None or (inputs.num_bits, inputs.strategy) == (4, "tensor_group")
     if built.form == "nvfp4" and not is_of_nvfp4:
         return raises(
             "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None "
@@ -285,27 +283,20 @@ def _built(group: GivenGroup, format_: str | None, *, is_experts: bool) -> Resol
     return raises(f"{error} (input_activations: null)", refusal="inputs")
 
 
-def filled(given: GivenArguments | None) -> _Arguments | None:
-    """compressed-tensors' QuantizationArgs with its defaults filled in."""
+def filled(given: GivenArguments | None) -> GivenArguments | None:
+    """Arguments with their strategy; of an order of channels they say nothing any more."""
     if given is None or not given.model_fields_set:
         return None
-    defaults = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-    filled = {**defaults, "group_size": None, "block_structure": None, "strategy": None}
-    filled |= given.model_dump(exclude_none=True, exclude={"actorder"})
-    if filled["strategy"]:
-        return filled
-    size = filled["group_size"]
-    if size is not None and size > 0:
-        filled["strategy"] = "group"
-    elif size is not None:
-        filled["strategy"] = "channel"
-    elif filled["block_structure"]:
-        filled["strategy"] = "block"
-    elif filled["dynamic"]:
-        filled["strategy"] = "token"
-    else:
-        filled["strategy"] = "tensor"
-    return filled
+    strategy = "tensor"
+    if given.dynamic:
+        strategy = "token"
+    if given.block_structure:
+        strategy = "block"
+    if given.group_size is not None:
+        strategy = "channel" if given.group_size <= 0 else "group"
+    if given.strategy:
+        strategy = given.strategy
+    return given.model_copy(update={"strategy": strategy, "actorder": None})
 
 
 def _class_of(module: str, shards: Sequence[str], kind: Kind) -> str:
