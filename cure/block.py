@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 
-from ..checkpoints.dialects.choose import Unquantized
+from ..checkpoints.dialects.choose import UNQUANTIZED
 from ..checkpoints.dialects.compressed_tensors import CompressedTensors
 from ..checkpoints.dialects.dialect import UnknownDialect
 from ..checkpoints.dialects.fp8 import Fp8
@@ -152,7 +152,8 @@ def put_block(
     both = (*quantized.entries.values(), *quantized.unindexed.values())
     old = [entry for entry in both if runtime.is_mtp_name(entry.name)]
     word = mtp or "bf16"
-    if mtp is None and isinstance(dialect, CompressedTensors | Fp8 | Unquantized):
+    can_say = dialect is UNQUANTIZED or isinstance(dialect, CompressedTensors | Fp8)
+    if mtp is None and can_say:
         word = "source"
     as_released = word == "source" and isinstance(dialect, Fp8)
     plan = plan_mtp_alone(source, view, word, as_released=as_released)

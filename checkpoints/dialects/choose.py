@@ -18,11 +18,11 @@ from ..companions import HF_QUANT_CONFIG
 from ..stored import FLOATS
 from .autoround import read_autoround
 from .compressed_tensors import read_compressed_tensors
-from .dialect import Dialect, UnknownDialect
+from .dialect import Dialect, OneAnswer, UnknownDialect
 from .fp8 import read_fp8
 from .given import Raw
 from .gptq import read_awq, read_gptq
-from .matching import OneAnswer, plain
+from .matching import plain
 from .modelopt import read_modelopt
 from .quark import read_quark
 
@@ -32,9 +32,7 @@ _ELSEWHERE = "Serve it with the engine that it was made for, or quantize the ori
 _LOWER = f"{_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}"
 NO_METHOD = "quantization_config without quant_method"
 _NO_TENSORS: Mapping[HFName, str] = MappingProxyType({})
-# Of the dialects as vLLM reads them, the one that is not there alone has one answer for all.
-Unquantized = OneAnswer
-UNQUANTIZED = Unquantized(name="none", answer=plain())
+UNQUANTIZED = OneAnswer(name="none", answer=plain())
 
 
 def read_dialect(

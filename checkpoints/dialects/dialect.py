@@ -174,8 +174,10 @@ _UNKNOWN = Resolution(UNKNOWN)
 
 
 @frozen
-class FixedAnswer(Dialect):
-    """The same answer for every module."""
+class OneAnswer(Dialect):
+    """The same for every module: no quantization config, one that the server raises on, or that it
+    drops.
+    """
 
     answer: Resolution = _UNKNOWN
 
@@ -189,7 +191,7 @@ class FixedAnswer(Dialect):
         return any(bare and bare in name for bare in bares)
 
 
-class UnknownDialect(FixedAnswer):
+class UnknownDialect(OneAnswer):
     """A dialect whose matching keepmtp does not know (torchao, humming, ...)."""
 
     def reads(self, word: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...recipes.forms import E8M0, FLOATS, FP8
 from ..stored import Form
-from .dialect import PLAIN, UNKNOWN, FixedAnswer, Refusal, Resolution, VLLMModule
+from .dialect import PLAIN, UNKNOWN, Refusal, Resolution, VLLMModule
 
 # The groups of Marlin's kernel for routed experts (quantization/utils/marlin_utils.py).
 MARLIN_GROUPS = (-1, 32, 64, 128)
@@ -46,10 +46,6 @@ def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
 
 
 MXFP4 = registers("mxfp4", "weight_packed", "weight_scale", group_size=32, scales=("U8",))
-
-
-class OneAnswer(FixedAnswer):
-    """No quantization config, one that the server raises on, or that it drops."""
 
 
 def lacks(needed: Mapping[str, object]) -> str:

@@ -27,9 +27,9 @@ from ...recipes.renamer import Renamer
 from ...recipes.runtimes.vllm import NEWEST
 from ..dialects.choose import NO_METHOD, method_of
 from ..dialects.compressed_tensors import CompressedTensors, read_compressed_tensors
-from ..dialects.dialect import PLAIN, UNKNOWN, Dialect, Kind, Resolution, UnknownDialect
+from ..dialects.dialect import PLAIN, UNKNOWN, Dialect, Kind, OneAnswer, Resolution, UnknownDialect
 from ..dialects.fp8 import Fp8, read_fp8
-from ..dialects.matching import FUSED, MXFP4, SHARDS_DIFFER, OneAnswer, left_out, plain, raises
+from ..dialects.matching import FUSED, MXFP4, SHARDS_DIFFER, left_out, plain, raises
 from ..dialects.modelopt import FOUR_BITS, MIXED, ModelOpt, inverse_blocks, read_modelopt
 from ..dialects.quark import Quark, read_quark
 from .names import entry_renames, sglang_model

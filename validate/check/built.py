@@ -9,7 +9,7 @@ kind.
 from collections import defaultdict
 from operator import attrgetter
 
-from ...checkpoints.dialects.choose import Unquantized
+from ...checkpoints.dialects.choose import UNQUANTIZED
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.runtime_view import Module, RuntimeView
 from ...checkpoints.fact import Count, Fact
@@ -76,7 +76,7 @@ def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
     """The reason, and the entry that decides it as config.json has it ("" for none)."""
     dialect = runtime.dialect_of(module.part)
     resolution = module.resolution
-    if isinstance(dialect, Unquantized):
+    if dialect is UNQUANTIZED:
         return "there is no quantization config", ""
     if not module.loads_quantized:
         return "vLLM builds it without the quantization config", ""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from itertools import chain
 
 from ...checkpoints.companions import INDEX
-from ...checkpoints.dialects.choose import Unquantized
+from ...checkpoints.dialects.choose import UNQUANTIZED
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView, described
 from ...checkpoints.stored import (
@@ -121,7 +121,7 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
 def way_to_a_block(runtime: RuntimeView) -> str:
     """What brings a block back."""
     # A release cannot give what it has not.
-    if isinstance(runtime.dialect, Unquantized) and not runtime.mtp_names:
+    if runtime.dialect is UNQUANTIZED and not runtime.mtp_names:
         return (
             "If this is the original release, it has none, and `keepmtp quantize` needs "
             "--mtp-source with the place of "
@@ -499,7 +499,7 @@ def aliases_are_present(runtime: RuntimeView) -> Objections:
     #43459); M14.
     """
     # The original releases have no such copies either, and vLLM serves them.
-    if isinstance(runtime.dialect, Fp8 | Unquantized):
+    if isinstance(runtime.dialect, Fp8) or runtime.dialect is UNQUANTIZED:
         return
     for index in sorted(runtime.found):
         for alias in runtime.view.family.aliases:

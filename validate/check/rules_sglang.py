@@ -15,9 +15,8 @@ from collections.abc import Callable
 from functools import partial
 
 from ...checkpoints.dialects.choose import quantization_of
-from ...checkpoints.dialects.dialect import Resolution, UnknownDialect
+from ...checkpoints.dialects.dialect import OneAnswer, Resolution, UnknownDialect
 from ...checkpoints.dialects.layouts import layout_problem, leaves_built, manner
-from ...checkpoints.dialects.matching import OneAnswer
 from ...checkpoints.dialects.runtime_view import Member, RuntimeView
 from ...checkpoints.sglang import VERSION
 from ...checkpoints.sglang.view import SglangBuild
