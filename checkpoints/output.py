@@ -10,11 +10,12 @@ writes into the source.
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError, RecipeError
+from .companions import inside
 from .files import (
     WORK,
     fresh,
@@ -23,12 +24,13 @@ from .files import (
     partial_path,
     refuse_strange,
     remove,
+    sync,
     within,
     write_whole,
 )
 from .identity import listed
 from .record import RECORD
-from .source import Source
+from .source import Source, refuse_changed_files
 
 STAMP = f"{WORK}/plan.sha256"
 """Below a folder: what is made in it."""
@@ -125,17 +127,53 @@ def refuse_another(partial: Path, stamp: str, *, is_ours: bool = False) -> None:
     )
 
 
-def link_within(partial: Path, name: str, old: Path) -> None:
-    """Give a file of the source a second name in the output. A killed run's link stays: another one
-    in its place would be another state of the source.
+def gather(
+    source: Source,
+    partial: Path,
+    *,
+    links: Iterable[str],
+    copies: Iterable[str] = (),
+    files: Mapping[str, str],
+    new: Iterable[str],
+    cure: str,
+) -> None:
+    """Make a folder with new shards whole: with what stays of the source, and small files.
+
+    Args:
+        source: as it was opened.
+        partial: from `claimed`.
+        links: names of the source's files.
+        copies: more of them, which whoever edits the output may write to.
+        files: the text of each small file. The time of the last says when all of it was there.
+        new: names of the other files.
+        cure: what to do where the source has changed.
+
+    Raises:
+        CheckpointError: the source was written to since it was opened, or the folder has a file of
+            something else.
     """
-    new = within(partial, name)
-    refuse_strange(new)
-    if not (new.exists() and new.samefile(old)):
-        link(old, fresh(new))
+    states = refuse_changed_files(source, source.states, cure=cure)
+    for name in links:
+        assert source.folder is not None
+        old = source.folder / name
+        path = within(partial, name)
+        refuse_strange(path)
+        # Another link in the place of a killed run's would be another state of the source.
+        if not (path.exists() and path.samefile(old)):
+            link(old, fresh(path))
+    states = refuse_changed_files(source, states, cure=cure)
+    for name in copies:
+        assert source.folder is not None
+        shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
+    for root, _, _ in os.walk(partial):
+        sync(Path(root))
+    for name, text in files.items():
+        write_whole(within(partial, name), text)
+    _refuse_strays(partial, {*links, *copies, *files, *new})
+    refuse_changed_files(source, states, cure=cure)
 
 
-def refuse_strays(partial: Path, own: Collection[str]) -> None:
+def _refuse_strays(partial: Path, own: Collection[str]) -> None:
     """Refuse files that no part of this run wrote: they would be served and published with the
     output.
     """

@@ -27,24 +27,21 @@ from ..checkpoints.files import (
     partial_path,
     refuse_name,
     refuse_small_disk,
-    sync,
     within,
-    write_whole,
 )
 from ..checkpoints.identity import states_of
 from ..checkpoints.output import (
     STAMP,
     claimed,
-    link_within,
+    gather,
     refuse_place,
-    refuse_strays,
     stamp_of,
     tidy,
 )
 from ..checkpoints.proposal import Proposal
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, lay_out, total_bytes
-from ..checkpoints.source import Source, read, refuse_changed_files
+from ..checkpoints.source import Source, read
 from ..recipes.errors import VLLMError
 from ..recipes.frozen import Bar, Say, silent, unwatched
 from ..recipes.schemes import DTYPE_BITS
@@ -105,13 +102,13 @@ def rewrite(
     """
     source = proposal.source
     again = proposal.shards_again
-    small = dict[str, bytes]()
+    small = dict[str, str]()
     gone = {*proposal.empty_shards}
     for name, data in proposal.files().items():
         if data is None:
             gone.add(name)
         else:
-            small[name] = data
+            small[name] = data.decode()
     parts = [__version__, *_states(source), small]
     num_bytes = sum(map(len, small.values())) + sum(map(total_bytes, again.values()))
     if block is not None:
@@ -136,7 +133,6 @@ def rewrite(
     )
     changed = f"Remove {partial_path(out)}, and run the same command again"
     with claimed(source, out, stamp) as partial, naming_file(partial):
-        states = refuse_changed_files(source, source.states, cure=changed)
         # New shards first, while the folder has no links; a file that is changed is made anew under
         # OUT.partial, and never opened where it was.
         if block is not None:
@@ -144,21 +140,8 @@ def rewrite(
         for name, entries in again.items():
             with making(within(partial, name)) as path:
                 _write_shard(path, entries, source)
-        for name, data in small.items():
-            with making(within(partial, name)) as path:
-                path.write_bytes(data)
-        states = refuse_changed_files(source, states, cure=changed)
-        if source.folder is not None:
-            for name in kept:
-                link_within(partial, name, source.folder / name)
-        # The old folder is compared again, before its files are links and after.
-        states = refuse_changed_files(source, states, cure=changed)
-        refuse_strays(partial, {*new, *kept})
-        for root, _, _ in os.walk(partial):
-            sync(Path(root))
-        # Its time says when.
-        write_whole(partial / STAMP, stamp)
-        refuse_changed_files(source, states, cure=changed)
+        files = {**small, STAMP: stamp}
+        gather(source, partial, links=kept, files=files, new=new, cure=changed)
         complete(out)
     tidy(out, keeps_stamp=True)
     return made

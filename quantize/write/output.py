@@ -20,25 +20,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ... import __version__
-from ...checkpoints.companions import inside
 from ...checkpoints.files import (
     WORK,
     complete,
     final_path,
-    fresh,
     held,
     partial_path,
     refuse_strange,
-    within,
-    write_whole,
 )
 from ...checkpoints.identity import states_of
 from ...checkpoints.output import (
     claimed,
-    link_within,
+    gather,
     refuse_another,
     refuse_place,
-    refuse_strays,
     tidy,
 )
 from ...checkpoints.proposal import in_form_of, index_like
@@ -48,7 +43,6 @@ from ...checkpoints.source import (
     Source,
     donor_files,
     file_sizes,
-    refuse_changed_files,
     small_bytes,
     small_object,
 )
@@ -101,9 +95,7 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
             something else.
     """
     weight_map = dict[str, str]()
-    own = set[str]()  # every file that this run writes
     for shard in plan.shards:
-        own.add(shard.file)
         for output in shard.outputs:
             weight_map[output.name] = shard.file
     source = plan.source
@@ -118,20 +110,19 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
             before = small_bytes(source, name)
         texts[name] = in_form_of(before, content).decode()
     texts[RECORD] = record_of(plan, calibration).text()
-    assert source.folder is not None
     cure = "Run the same command again: it compares what is written, and writes anew what differs"
     if plan.needs_calibration:
         kept = calibration_folder(final_path(partial))
         cure = f"Remove {partial} and {kept}, and run the same command again"
-    states = refuse_changed_files(source, source.states, cure=cure)
-    for shard in plan.linked:
-        link_within(partial, shard.file, source.folder / shard.file)
-    for name, text in texts.items():  # the record's time is later than that of the links
-        write_whole(partial / name, text)
-    for name in plan.companions:
-        shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
-    refuse_strays(partial, own | texts.keys() | {*plan.companions})
-    refuse_changed_files(source, states, cure=cure)
+    gather(
+        source,
+        partial,
+        links=[shard.file for shard in plan.linked],
+        copies=plan.companions,
+        files=texts,
+        new=weight_map.values(),
+        cure=cure,
+    )
 
 
 def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
