@@ -152,6 +152,9 @@ def _dequantized(
     scale = scale_of(parts)
     if scale.ndim == 4:  # modelopt's blocks: [rows, 1, columns, 1]
         scale = scale.squeeze((1, 3))
+    if scale.dtype == torch.uint8:  # raw bytes are E8M0
+        scale = scale.view(torch.float8_e8m0fnu)
+    scale = scale.float()
     num_rows, num_columns = shape
     if form == "fp8_sliced" and block is not None:
         count = num_slices(num_rows, scale.shape[0], block[0]) or 1
@@ -161,12 +164,11 @@ def _dequantized(
             slices.append(_scaled(table, rows, part, rows.shape, block))
         return torch.cat(slices)
     if form == "int_packed":
-        return _int_packed(parts, shape)
+        return _int_packed(parts, scale, shape)
     storage = FORMS[form]
     zero = parts.get("weight_zero_point")
     if zero is not None:
         zero = _plain_zero_points(zero, (num_rows, 1))
-    common = None
     if storage.codes == 2:
         half = torch.tensor(_E2M1_HALF, device=weight.device)
         table = _pair_table(torch.cat((half, -half)))
@@ -178,14 +180,13 @@ def _dequantized(
         common = parts[storage.common]
         if common.numel() != 1:
             _expect_shape("global scale", common, (1,))
-        common = common.float().reshape(1, 1)
+        common = common.float().reshape(())
+        scale = scale / common if storage.divides else scale * common
     if block is None:  # a value a row, or a tensor
         block = (1, num_columns)
         if scale.numel() in (1, num_rows):
             scale = scale.reshape(-1, 1).expand(num_rows, 1)
-    return _scaled(
-        table, weight, scale, shape, block, common=common, divides=storage.divides, zero=zero
-    )
+    return _scaled(table, weight, scale, shape, block, zero)
 
 
 def upright(form: Form, parts: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
@@ -228,12 +229,11 @@ def _shifts(words: Tensor, bits: int = 4) -> Tensor:
     return torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
 
 
-def _int_packed(parts: Mapping[str, Tensor], shape: Shape) -> Tensor:
+def _int_packed(parts: Mapping[str, Tensor], scale: Tensor, shape: Shape) -> Tensor:
     """Integers of compressed-tensors' pack-quantized: codes around the middle, or around their zero
     points.
     """
     weight = weight_of(parts)
-    scale = scale_of(parts)
     num_rows, num_columns = shape
     bits = 32 * weight.shape[1] // num_columns
     if bits not in (4, 8):  # others straddle words
@@ -269,7 +269,7 @@ def _int_packed(parts: Mapping[str, Tensor], shape: Shape) -> Tensor:
     table = torch.arange(1 << bits, dtype=torch.float32, device=weight.device) - middle
     if bits == 4:
         table = _pair_table(table)
-    return _scaled(table, weight, scale, shape, block, zero=zero)
+    return _scaled(table, weight, scale, shape, block, zero)
 
 
 def _plain_zero_points(zero: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -302,9 +302,6 @@ def _scaled(
     scale: Tensor,
     shape: Shape,
     block: tuple[int, int],
-    *,
-    common: Tensor | None = None,
-    divides: bool = False,
     zero: Tensor | None = None,
 ) -> Tensor:
     """Codes, less their zero points, times their blocks' scales: [N, K], BF16.
@@ -312,10 +309,9 @@ def _scaled(
     Args:
         table: the value of every byte, [256] F32, or the two that it holds (`_pair_table`).
         packed: [N, B] of any dtype.
-        scale: [ceil(N / rows), ceil(K / columns)].
+        scale: [ceil(N / rows), ceil(K / columns)], F32.
         shape: (N, K).
         block: (rows, columns).
-        common: [1, 1], by which every scale is multiplied, or divided if `divides`.
         zero: [N, G], F32, for blocks of one row.
     """
     num_rows, num_columns = shape
@@ -328,13 +324,6 @@ def _scaled(
         codes = table.index_select(0, index).view(torch.float32)
         codes = codes.view(last - first, -1)[:, :num_columns]
         factor = scale[first // rows : -(-last // rows)]
-        if factor.dtype == torch.uint8:  # raw bytes are E8M0
-            factor = factor.view(torch.float8_e8m0fnu)
-        factor = factor.float()
-        if common is not None and divides:
-            factor = factor / common
-        elif common is not None:
-            factor = factor * common
         if zero is not None:
             codes.unflatten(1, (num_groups, -1)).sub_(zero[first:last].unsqueeze(-1))
         if rows > 1:
