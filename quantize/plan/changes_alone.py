@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ...checkpoints.companions import INDEX
 from ...checkpoints.json_file import read_config
-from ...checkpoints.safetensors_file import Entry, read_header
+from ...checkpoints.safetensors_file import read_header
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
-from ...recipes.family import HFName
 from ...recipes.schema import AUTO
 from .configs import files_of
+from .edited_configs import as_written
 from .plan import Plan, read_alone
 
 _WHERE = "--changed-only"
@@ -52,20 +52,16 @@ def read_for_changes(plan: Plan) -> Source:
 
 def with_changes(plan: Plan, folder: Path) -> Source:
     """The repository with the files of an output in it: its headers and configs."""
-    entries = dict[HFName, Entry]()
-    for shard in plan.shards:
-        if shard.is_link:
-            entries |= {output.name: plan.entries[output.name] for output in shard.outputs}
+    written = as_written(plan)
+    entries = {**written.entries}
     for shard in plan.written:
         path = folder / shard.file
         entries |= read_header(path, str(path)).entries
-    unindexed = {**plan.source.unindexed}
-    for name in entries.keys() & unindexed.keys():
-        del unindexed[name]
+    forgotten = plan.source.unindexed.items()
+    unindexed = {name: entry for name, entry in forgotten if name not in entries}
     changed = {name: (folder / name).read_bytes() for name in (INDEX, *files_of(plan))}
     config = read_config(folder / "config.json", str(folder))
-    tensors = {"entries": entries, "unindexed": unindexed, "donors": {}, "replaced": {}}
-    return replace(plan.source, config=config, changed=changed, **tensors)
+    return replace(written, config=config, changed=changed, entries=entries, unindexed=unindexed)
 
 
 def new_alone(plan: Plan, whole: Source, folder: Path) -> Source:
