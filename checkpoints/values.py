@@ -7,7 +7,6 @@ alone run without it, so `source.py` and `safetensors_file.py` must not need it.
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,26 +16,24 @@ from ..recipes.errors import CheckpointError
 from .safetensors_file import Entry
 from .source import Source, read, view_of
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "F8_E8M0": torch.float8_e8m0fnu,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U64": torch.uint64,
-        "U32": torch.uint32,
-        "U16": torch.uint16,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }
-)
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 """A safetensors dtype -> PyTorch's; the same dtypes as in `recipes.schemes.DTYPE_BITS`."""
 
 # Elements worked on at a time. On a CPU enough to hide 2 us of overhead a call and little enough to

@@ -8,7 +8,6 @@ Easy to get wrong: where the config is.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName, Part
@@ -31,7 +30,7 @@ ALIASES = {"auto-round": "inc", "compressed_tensors": "compressed-tensors"}
 _ELSEWHERE = "Serve it with the engine that it was made for, or quantize the original release"
 _LOWER = f"{_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}"
 NO_METHOD = "quantization_config without quant_method"
-_NO_TENSORS: Mapping[HFName, str] = MappingProxyType({})
+_NO_TENSORS: Mapping[HFName, str] = {}
 UNQUANTIZED = OneAnswer(name="none", answer=plain())
 
 

@@ -18,7 +18,6 @@ tests/checkpoints/dialects/test_dialects.py.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from types import MappingProxyType
 
 from ...recipes.family import Family, VLLMName
 from ...recipes.family_view import FamilyView
@@ -315,7 +314,7 @@ def _class_of(module: str, shards: Sequence[str], kind: Kind) -> str:
 
 
 def compressed_tensors_config(
-    view: FamilyView, modules: Iterable[NamedModule], also: ByScheme = MappingProxyType({})
+    view: FamilyView, modules: Iterable[NamedModule], also: Mapping[str, Set[Spellings]] = {}
 ) -> Json:
     """The value of config.json's `quantization_config`; `also` are further spellings of the
     modules.

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
 from ...recipes.family import VLLMName
@@ -57,7 +56,7 @@ class VLLMModule(NamedTuple):
     bits: int = 0
     scale_ndim: int = 0
     scales: tuple[str, ...] = ()
-    renames: Mapping[str, str] = MappingProxyType({})
+    renames: Mapping[str, str] = {}
 
 
 class Resolution(NamedTuple):

@@ -13,7 +13,6 @@ by tests/checkpoints/dialects/test_dialects.py.
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any
 
 from ...recipes.family import VLLMName
@@ -35,7 +34,7 @@ _MXFP4_EXPERTS = registers(
     "weight_scale",
     group_size=32,
     scales=ENCODED,
-    renames=MappingProxyType({_SCALE: "weight_scale"}),
+    renames={_SCALE: "weight_scale"},
 )
 # modelopt's MXFP8, whose loader repeats each scale for the 32 rows of its block.
 _MXFP8 = registers(
@@ -45,7 +44,7 @@ _MXFP8 = registers(
     block=(32, 32),
     scale_ndim=2,
     scales=E8M0,
-    renames=MappingProxyType({_SCALE: "weight_scale"}),
+    renames={_SCALE: "weight_scale"},
 )
 
 
@@ -169,5 +168,5 @@ def _built(given: Fp8Given, own_class: str) -> VLLMModule:
     if given.weight_block_size:
         built = inverse_blocks(*given.weight_block_size)
     if own_class:
-        built = built._replace(renames=MappingProxyType({_SCALE: "weight_scale_inv"}))
+        built = built._replace(renames={_SCALE: "weight_scale_inv"})
     return built

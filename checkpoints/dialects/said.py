@@ -15,7 +15,6 @@ Source: vLLM 0.32.0 quantization/utils/gptq_utils.py (get_dynamic_override), aut
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from ...recipes.conventions import FP8_CACHE
@@ -44,7 +43,7 @@ from .runtime_view import Module, RuntimeView
 
 Schemes = Mapping[HFName, str]
 """Modules on disk, each with the scheme that it has now, "" for plain."""
-_NONE: Schemes = MappingProxyType({})
+_NONE: Schemes = {}
 
 
 def say_what_is_stored(

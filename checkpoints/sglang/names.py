@@ -17,7 +17,6 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ...recipes.family import Part, Renames
@@ -28,7 +27,7 @@ from ...recipes.yaml_file import load_shipped
 from ..dialects.modules import table_paths
 
 Packed = Mapping[str, Sequence[str]]
-_NONE: Raw = MappingProxyType({})
+_NONE: Raw = {}
 DECODER = "model.decoder."
 SHARED_HEAD = "model.shared_head.head"
 

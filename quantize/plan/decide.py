@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 
 from ...checkpoints.dialects.choose import UNQUANTIZED, method_of, quantization_of
 from ...checkpoints.dialects.fp8 import Fp8
@@ -42,7 +41,7 @@ Origins = Mapping[str, RuntimeView | None]
 what the names of their files begin with. None for a release, whose stored forms alone say what its
 weights are.
 """
-_NO_ORIGINS: Origins = MappingProxyType({})
+_NO_ORIGINS: Origins = {}
 # Each quant_method of a config.json that releases are published with and no tool writes: DeepSeek's
 # FP8 and gpt-oss's MXFP4. No form of them is less rounded.
 _NATIVE = ("fp8", "mxfp4")

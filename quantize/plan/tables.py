@@ -12,7 +12,6 @@ that the family files name. Seen in dry loads of every family (docs/tables/heads
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 
 from ...recipes.errors import RecipeError
 from ...recipes.family import TABLE_ROLES, HFName, Part, Role
@@ -23,7 +22,7 @@ from ...recipes.schema import Recipe
 from ...recipes.schemes import SCHEMES, Scheme
 from .tensor_plan import Output, TensorPlan
 
-TABLE_WORDS: Mapping[str, str] = MappingProxyType({"F8_E4M3": "float8_e4m3fn", "U8": "nvfp4"})
+TABLE_WORDS: Mapping[str, str] = {"F8_E4M3": "float8_e4m3fn", "U8": "nvfp4"}
 """Dtype of a packed n-gram table's rows -> the word of `Family.table_key`."""
 _BLOCKS = "vocab_parallel_embedding.py takes no scales of blocks"
 
