@@ -163,30 +163,24 @@ def is_finished(plan: Plan, out: Path) -> bool:
         found = (record.calibration or {}).get("search")
         if not isinstance(found, dict) or found.get("asked") != asked(plan.recipe):
             return False
-    source = plan.source
-    recipe = plan.recipe.model_dump(mode="json", exclude=passed_over)
-    for key, value in recipe.items():
-        if record.recipe.whole.get(key) != value:
+    wanted = record_of(plan, record.calibration)
+    for key, value in wanted.recipe.whole.items():
+        if key not in passed_over and record.recipe.whole.get(key) != value:
             return False
-    if record.keepmtp != __version__ or record.versions != _versions(plan, record.calibration):
+    if (record.keepmtp, record.versions) != (wanted.keepmtp, wanted.versions):
         return False
     # The same plan carries the checkpoint's own code only if it is trusted now, too.
-    for name in (*plan.companions, *source.code):
+    for name in (*plan.companions, *plan.source.code):
         if (out / name).is_file() != (name in plan.companions):
             return False
     there = [shard for shard in plan.shards if (out / shard.file).is_file()]
     if len(there) != len(plan.written) + len(plan.linked):
         return False
-    return (
-        _is_same(source, record.source, file_sizes(source))
-        and all(
-            _is_same(
-                donor, (record.donors or {}).get(group), file_sizes(source, donor_files(group))
-            )
-            for group, donor in source.donors.items()
-        )
-        and _is_older(plan, out / RECORD)
-    )
+    donors = record.donors or {}
+    for group, donor in (wanted.donors or {}).items():
+        if not _is_same(donor, donors.get(group)):
+            return False
+    return _is_same(wanted.source, record.source) and _is_older(plan, out / RECORD)
 
 
 def asked(recipe: Recipe) -> str:
@@ -196,15 +190,11 @@ def asked(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _is_same(
-    source: Source | None, record: RecordedSource | None, files: Mapping[str, int]
-) -> bool:
-    """Whether a record is of this source."""
-    if source is None or record is None:
-        return source is record
-    is_named = (record.name, record.revision) == (_name_of(source), source.revision)
-    # A Hub's commit never changes, and a folder may.
-    return is_named and (source.folder is None or record.files == files)
+def _is_same(wanted: RecordedSource, found: RecordedSource | None) -> bool:
+    """Whether two records are of one source. A Hub's commit never changes, and a folder may."""
+    if found is not None and not wanted.files:
+        found = found.model_copy(update={"files": {}})
+    return wanted == found
 
 
 def _is_older(plan: Plan, record: Path) -> bool:
