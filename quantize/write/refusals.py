@@ -49,25 +49,18 @@ def refuse(plan: Plan, out: Path) -> bool:
 
 def _refuse_missing_extra(plan: Plan) -> None:
     if plan.needs_batches:
+        extra = "calibrate"
+        if plan.recipe.calibration is not None and plan.recipe.calibration.backend == "modelopt":
+            extra = "modelopt"
         require_extra(
             f"calibration for {plan.recipe.name}",
-            _extra_of(plan),
+            extra,
             otherwise=f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches",
         )
     require_extra("packing weights", "quantize")
 
 
 _OF_A_PLAN = (refuse_untrusted_code, refuse_no_draft, refuse_texts)
-
-
-def _extra_of(plan: Plan) -> str:
-    """The extra that a run needs: of the back-end that calibrates, where anything is calibrated."""
-    if not plan.needs_batches:
-        return "quantize"
-    calibration = plan.recipe.calibration
-    if calibration is not None and calibration.backend == "modelopt":
-        return "modelopt"
-    return "calibrate"
 
 
 def refusals(plan: Plan) -> list[str]:
