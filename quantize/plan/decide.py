@@ -17,7 +17,7 @@ from functools import cache
 from ...checkpoints.dialects.choose import UNQUANTIZED, method_of, quantization_of
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.runtime_view import RuntimeView, described
-from ...checkpoints.source import Entry, Source, donor_files, origin_of, view_of
+from ...checkpoints.source import Entry, Source, origin_of, view_of
 from ...checkpoints.source_of import release_of
 from ...checkpoints.stored import (
     INPUT_SCALES,
@@ -514,8 +514,8 @@ def keeps_dialect(recipe: Recipe, source: Source, origins: Origins, entry: Entry
 def origins_of(source: Source, view: FamilyView) -> Origins:
     """What a server has of a checkpoint, and of the donors of its groups."""
     origins = {"": served_view(source, view)}
-    for group, donor in source.donors.items():
-        origins[donor_files(group)] = served_view(donor, view_of(donor))
+    for start, donor in source.others.items():
+        origins[start] = served_view(donor, view_of(donor))
     return origins
 
 

@@ -17,7 +17,7 @@ from ...checkpoints.dialects.runtime_view import Module, RuntimeView
 from ...checkpoints.dialects.said import asked_about, is_said, other_file_agrees, say_what_is_stored
 from ...checkpoints.proposal import CONFIG, Proposal
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import Source, origin_of
+from ...checkpoints.source import Source
 from ...recipes.conventions import FP8_CACHE
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
@@ -72,7 +72,7 @@ def edited_configs(plan: "Plan") -> Proposal:
     if unsaid:
         raise _unsaid(plan, after, *max(unsaid.items()))
     _say_cache(plan, proposal, before)
-    say_tables(plan, proposal, [tensor for tensor in plan.tensors if _changes(plan, tensor)])
+    say_tables(plan, proposal, [tensor for tensor in plan.tensors if not plan.is_own(tensor)])
     if proposal.edits and isinstance(before.dialect, ModelOpt):
         other_file_agrees(proposal)
     _say_twice(proposal)
@@ -83,20 +83,13 @@ def _schemes(plan: "Plan") -> dict[HFName, str]:
     """The modules that change, by their names on disk, each with its new scheme."""
     schemes = dict[HFName, str]()
     for tensor in plan.tensors:
-        if len(tensor.shape) < 2 or not _changes(plan, tensor):
+        if len(tensor.shape) < 2 or plan.is_own(tensor):
             continue
         for output in tensor.outputs:
             name = plan.on_disk(output).name
             for module in (name, HFName(name.rpartition(".")[0])):
                 schemes[module] = tensor.scheme
     return schemes
-
-
-def _changes(plan: "Plan", tensor: TensorPlan) -> bool:
-    """Whether it is another tensor than the source's."""
-    if not tensor.inputs or origin_of(plan.entries[tensor.inputs[0]]):
-        return True
-    return not plan.stays(tensor)
 
 
 def _unsaid(plan: "Plan", view: RuntimeView, scheme: str, module: Module) -> RecipeError:

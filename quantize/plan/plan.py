@@ -179,11 +179,11 @@ class Plan:
     @cached_property
     def num_bytes_staying(self) -> int:
         """Bytes of the source's own tensors that keep their names and bytes."""
-        own = list[TensorPlan]()
-        for tensor in self.tensors:
-            if self.stays(tensor) and not origin_of(self.entries[tensor.inputs[0]]):
-                own.append(tensor)
-        return self.num_bytes_read(own)
+        return self.num_bytes_read(filter(self.is_own, self.tensors))
+
+    def is_own(self, tensor: TensorPlan) -> bool:
+        """Whether it stays, and is no donor's."""
+        return self.stays(tensor) and not origin_of(self.entries[tensor.inputs[0]])
 
     @cached_property
     def num_bytes_given(self) -> Mapping[str, int]:
