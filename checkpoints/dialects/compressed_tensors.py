@@ -124,23 +124,16 @@ class CompressedTensors(Dialect):
             return ignored
         target = self.targets.first(name)
         if target is None:
-            target = self._target_of_parts(shards)
-            of_class = self.targets.first_for_class(class_name)
+            target = self.targets.first_for_class(class_name)
             # A target `Linear` also reaches experts, but no head.
-            if class_name == _EXPERTS and "Linear" in builds:
-                of_class = of_class or "Linear"
-            if target is None:
-                target = of_class
+            if target is None and class_name == _EXPERTS and "Linear" in builds:
+                target = "Linear"
+            of_parts = [self.targets.first(shard) for shard in shards]
+            if of_parts and None not in of_parts:
+                target = of_parts[0]
         if target is None:
             return plain()
         return builds[target]._replace(entry=target)
-
-    def _target_of_parts(self, shards: Sequence[str]) -> str | None:
-        """The target of the first part, where each part has one."""
-        targets = [self.targets.first(shard) for shard in shards]
-        if not targets or None in targets:
-            return None
-        return targets[0]
 
 
 def read_compressed_tensors(
@@ -176,13 +169,9 @@ def read_compressed_tensors(
             linear[read] = of_linear
             experts[read] = of_experts
             schemes[read] = _scheme_of(group)
-    ignore = Entries(map(rename.path, given.ignore))
-    targets = Entries(linear)
-    targets.refuse_wrong()
-    ignore.refuse_wrong()
     return CompressedTensors(
-        ignore=ignore,
-        targets=targets,
+        targets=Entries(linear),
+        ignore=Entries(map(rename.path, given.ignore)),
         builds=linear,
         expert_builds=experts,
         schemes=schemes,

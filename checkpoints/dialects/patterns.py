@@ -61,11 +61,18 @@ class Entries:
     """
 
     def __init__(self, written: Iterable[str]) -> None:
+        """Take them.
+
+        Raises:
+            CheckpointError: an entry says that it is a regular expression, and is none. vLLM raises
+                on it too, for the first module that it builds.
+        """
         self.written = tuple(written)
         self._regexes = list[tuple[int, str]]()
         self._places = dict[str, int]()
         for at, entry in enumerate(self.written):
             if _is_regex(entry):
+                _compiled(entry)
                 self._regexes.append((at, entry))
             else:
                 self._places.setdefault(entry, at)
@@ -92,15 +99,6 @@ class Entries:
                     self._of_class[name] = entry
                     break
         return self._of_class[name]
-
-    def refuse_wrong(self) -> None:
-        """Refuse entries that say that they are regular expressions and are none.
-
-        Raises:
-            CheckpointError: vLLM raises on it too, for the first module that it builds.
-        """
-        for _, entry in self._regexes:
-            _compiled(entry)
 
 
 def _is_regex(entry: str) -> bool:

@@ -123,7 +123,7 @@ def read_quark(raw: Raw, rename: Renamer) -> Quark:
         if is_cache or (group and name == "*q_proj"):
             layer = layer.model_copy(update={"output_tensors": None})
         layers[rename.name(name)] = layer
-    found = Quark(
+    return Quark(
         exclude=Entries(map(rename.name, given.exclude)),
         layers=layers,
         usual=given.global_quant_config,
@@ -133,8 +133,6 @@ def read_quark(raw: Raw, rename: Renamer) -> Quark:
         error=_NO_EXPORT if given.export is None else "",
         error_unless_excluded=_NO_LAYER_TYPES if given.layer_type_quant_config is None else "",
     )
-    found.exclude.refuse_wrong()
-    return found
 
 
 def scheme_of(layer: QuarkLayer, pack_method: str, *, is_experts: bool) -> VLLMModule | str:
