@@ -121,11 +121,12 @@ def attention_backends(config: Raw) -> Mapping[str, str]:
     return family.attention_backends
 
 
-def method_of(raw: Raw) -> str:
+def method_of(raw: Raw | None) -> str:
     """The quant_method as vLLM reads it; "" where there is none."""
-    given = raw.get("quant_method")
-    method = given.lower() if isinstance(given, str) else ""
-    return ALIASES.get(method, method)
+    given = (raw or {}).get("quant_method")
+    if not isinstance(given, str):
+        return ""
+    return ALIASES.get(given.lower(), given.lower())
 
 
 def unloadable(config: Raw, vllm: str) -> tuple[str, str, str] | None:
@@ -134,7 +135,7 @@ def unloadable(config: Raw, vllm: str) -> tuple[str, str, str] | None:
     """
     methods = asked(vllm)
     name = f"vLLM {minor(vllm)}"
-    method = method_of(quantization_of(config) or {})
+    method = method_of(quantization_of(config))
     given = config.get("quantization")
     if not method and isinstance(given, Mapping) and "bits" in given and "group_size" in given:
         says = (

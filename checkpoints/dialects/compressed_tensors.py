@@ -165,7 +165,8 @@ def read_compressed_tensors(
             of_linear = of_linear._replace(error=_NO_ORDER, refusal="order")
             of_experts = of_experts._replace(error=_NO_ORDER, refusal="order")
         written += targets
-        for read in map(rename.path, targets):
+        for target in targets:
+            read = rename.path(target)
             linear[read] = of_linear
             experts[read] = of_experts
             schemes[read] = _scheme_of(group)
@@ -281,7 +282,9 @@ def filled(given: GivenArguments | None) -> GivenArguments | None:
     if given.block_structure:
         strategy = "block"
     if given.group_size is not None:
-        strategy = "channel" if given.group_size <= 0 else "group"
+        strategy = "channel"
+        if given.group_size > 0:
+            strategy = "group"
     if given.strategy:
         strategy = given.strategy
     return given.model_copy(update={"strategy": strategy, "actorder": None})

@@ -156,16 +156,17 @@ class ModelOpt(Dialect):
         if not shards:
             parent, _, last = module.rpartition(".")
             shards = [f"{parent}.{part}" for part in FUSED.get(last, ())]
-        named = list[str]()
+        named = dict[str, str]()
         for shard in shards:
             for name in _spellings(shard):
                 if name in layers:
-                    named.append(name)
-        if named:
-            are_equal = len({layers[name] for name in named}) == 1
-            return named[0], layers[named[0]] if are_equal else None
+                    named[name] = layers[name]
+        for name, algorithm in named.items():
+            if len({*named.values()}) > 1:
+                return name, None
+            return name, algorithm
         if module.endswith(".experts") and self.looks_above:
-            spellings = (*spellings, module.removesuffix(".experts"))
+            spellings.append(module.removesuffix(".experts"))
         for name in spellings:
             if name in self._below:
                 return self._below[name]
@@ -305,7 +306,7 @@ def _excluding(entries: Sequence[str], module: str) -> str | None:
     return None
 
 
-def _spellings(name: str) -> tuple[str, ...]:
+def _spellings(name: str) -> list[str]:
     """The names by which vLLM looks for a module in quantized_layers."""
     found = [name]
     if name.endswith(".lm_head"):
@@ -313,7 +314,7 @@ def _spellings(name: str) -> tuple[str, ...]:
     for prefix, other in _ALIKE.items():
         if name.startswith(prefix):
             found.append(other + name.removeprefix(prefix))
-    return tuple(dict.fromkeys(found))
+    return found
 
 
 # --- what is written ------------------------------------------------------------------------------

@@ -153,8 +153,7 @@ class Decisions:
         is_read = self.recipe.uses_batches() or origin_of(weight.weight)
         if is_read and not place.row.table_scale:
             self._refuse_unreadable(weight, place)
-        kept = tuple(map(same_output, weight.parts.values()))
-        return _planned(weight, place, "keep", reason, kept, weight.scheme)
+        return _planned(weight, place, "keep", reason, scheme=weight.scheme)
 
     def _packed_table(self, weight: StoredWeight, place: Place) -> TensorPlan:
         """A part of a table that is packed already, with one scale for all parts or its own."""
@@ -176,8 +175,7 @@ class Decisions:
                 cure=f"Set {place.role}: source, or quantize a release with a BF16 table",
             )
         reason = "packed rows, which vLLM looks up as they are"
-        kept = tuple(map(same_output, weight.parts.values()))
-        return _planned(weight, place, "keep", reason, kept)
+        return _planned(weight, place, "keep", reason)
 
     def other(self, entry: Entry) -> TensorPlan:
         """The fate of a tensor that is no matrix: a bias, a parameter without a module, a buffer
@@ -507,8 +505,8 @@ def keeps_dialect(recipe: Recipe, source: Source, origins: Origins, entry: Entry
         return True
     if not origin or not recipe.keeps_config:
         return recipe.keeps_config
-    ours, theirs = (quantization_of(each.config) or {} for each in (source, source.others[origin]))
-    return method_of(ours) == method_of(theirs)
+    theirs = quantization_of(source.others[origin].config)
+    return method_of(quantization_of(source.config)) == method_of(theirs)
 
 
 def origins_of(source: Source, view: FamilyView) -> Origins:
@@ -547,10 +545,12 @@ def _planned(
     place: Place,
     fate: Fate,
     reason: str,
-    outputs: tuple[Output, ...],
+    outputs: tuple[Output, ...] | None = None,
     scheme: str = "",
 ) -> TensorPlan:
-    """A weight with its scales."""
+    """A weight with its scales; without outputs they are as they are."""
+    if outputs is None:
+        outputs = tuple(map(same_output, weight.parts.values()))
     shares = ""
     if fate == "quantize" and SCHEMES[scheme].has_tensor_scale:
         shares = place.shares
