@@ -17,7 +17,7 @@ tests/checkpoints/dialects/test_dialects.py.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 
 from ...recipes.family import Family, VLLMName
 from ...recipes.family_view import FamilyView
@@ -45,8 +45,6 @@ _NO_ORDER = (
 )
 # What each target means after renaming, in their order.
 _Builds = Mapping[str, Resolution]
-ByScheme = Mapping[str, Set[Spellings]]
-"""Spellings by scheme, "" for plain."""
 
 
 @frozen
@@ -305,18 +303,12 @@ def _class_of(module: str, shards: Sequence[str], kind: Kind) -> str:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def compressed_tensors_config(
-    view: FamilyView, modules: Iterable[NamedModule], also: Mapping[str, Set[Spellings]] = {}
-) -> Json:
-    """The value of config.json's `quantization_config`; `also` are further spellings of the
-    modules.
-    """
+def compressed_tensors_config(view: FamilyView, modules: Iterable[NamedModule]) -> Json:
+    """The value of config.json's `quantization_config`. A module may be there by several names."""
     modules = list(modules)
     by_scheme: dict[str, set[Spellings]] = defaultdict(set)
     for module in modules:
         by_scheme[module.scheme].add(module.spelled)
-    for scheme, spelled in also.items():
-        by_scheme[scheme] |= spelled
     ignored = by_scheme.pop("", set())
     # transformers 5.17 (integrations/compressed_tensors.get_experts_scheme) takes the first group
     # whose targets mention "experts" for the routed ones; a group with shared experts alone must

@@ -10,13 +10,13 @@ must give each module its scheme.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from ...recipes.conventions import ALGORITHMS, FORMATS
 from ...recipes.family_view import FamilyView
 from ...recipes.frozen import Json
-from ..dialects.compressed_tensors import ByScheme, CompressedTensors, compressed_tensors_config
+from ..dialects.compressed_tensors import CompressedTensors, compressed_tensors_config
 from ..dialects.modelopt import ModelOpt, layer_row
 from ..dialects.modules import NamedModule, Spellings, concrete, path_regex, without_number
 from .names import container, sglang_model, sglang_spelling, sglang_stem
@@ -24,8 +24,8 @@ from .reading import is_excluded
 from .view import SglangBuild
 
 _FILE = "layers/quantization/modelopt_quant.py"
-AskedFor = list[tuple[str, NamedModule, Spellings]]
-"""A name that SGLang asks for, the module that it is of, and the name as a regex."""
+AskedFor = list[tuple[str, NamedModule]]
+"""A name that SGLang asks for, and the module that it is of, spelled so."""
 
 
 def with_entries(
@@ -58,7 +58,7 @@ def with_entries(
         made, obstacles = _modelopt(view, known, config)
     elif not stays:
         added, obstacles = added_names(view, known)
-        made = compressed_tensors_config(view, modules, added)
+        made = compressed_tensors_config(view, [*modules, *added])
         made["kv_cache_scheme"] = config["kv_cache_scheme"]
     obstacles += _misbuilt(SglangBuild(view, made), known)
     if obstacles:
@@ -66,8 +66,10 @@ def with_entries(
     return made, ()
 
 
-def added_names(view: FamilyView, known: Sequence[NamedModule]) -> tuple[ByScheme, list[str]]:
-    """The spellings that only SGLang asks compressed-tensors' config about, by scheme; and names
+def added_names(
+    view: FamilyView, known: Sequence[NamedModule]
+) -> tuple[list[NamedModule], list[str]]:
+    """The modules by the names that only SGLang asks compressed-tensors' config about; and names
     that it asks for modules of two schemes.
     """
     model = sglang_model(view.config)
@@ -75,15 +77,15 @@ def added_names(view: FamilyView, known: Sequence[NamedModule]) -> tuple[BySchem
     has_layers = any(module.place.part == "backbone" for module in known)
     # Such a draft gets that layer's scheme: an entry for it would change what vLLM reads.
     if not has_layers and re.fullmatch(a_layer, model.draft or ""):
-        return {}, [f"it gives the MTP layer the names of a decoder layer ({model.file})"]
+        return [], [f"it gives the MTP layer the names of a decoder layer ({model.file})"]
     asked, obstacles = _asked(view, known)
     spelled_by_vllm = {name for module in known for name in concrete(module.spelled)}
     # A plain draft needs entries as much as a quantized one: SGLang raises for a module that no
     # entry names.
-    added: dict[str, set[Spellings]] = defaultdict(set)
-    for name, module, spelled in asked:
+    added = list[NamedModule]()
+    for name, module in asked:
         if name not in spelled_by_vllm:
-            added[module.scheme].add(spelled)
+            added.append(module)
     return added, obstacles
 
 
@@ -103,7 +105,7 @@ def _modelopt(view: FamilyView, known: list[NamedModule], config: Json) -> tuple
     names, obstacles = _asked(view, asked, container)
     ignore = config["ignore"]
     made = dict(config)
-    wanted = [name for name, module, _ in names if not module.scheme]
+    wanted = [name for name, module in names if not module.scheme]
     if not has_head:
         wanted += (model.head, model.draft_head)
     plain_names = list[str]()
@@ -115,7 +117,7 @@ def _modelopt(view: FamilyView, known: list[NamedModule], config: Json) -> tuple
     made["ignore"] = [*ignore, *entries]
     if "quantized_layers" in config:
         rows = dict(config["quantized_layers"])
-        for name, module, _ in names:
+        for name, module in names:
             if module.scheme and name not in rows:
                 rows[name] = layer_row(ALGORITHMS[module.scheme])
                 # To vLLM a row that begins with a dot is of a module below the one with an empty
@@ -155,7 +157,7 @@ def _asked(
             name = rename(next(concrete(spelled)))
             other = owner.setdefault(name, module)
             if other.scheme == module.scheme:
-                asked.append((name, module, spelled))
+                asked.append((name, replace(module, spelled=spelled)))
                 continue
             first = f"{place.module} ({module.scheme or 'plain'})"
             second = f"{other.place.module} ({other.scheme or 'plain'})"

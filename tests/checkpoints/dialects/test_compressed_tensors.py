@@ -45,8 +45,8 @@ def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):
     assert {module.scheme for module in modules} >= {""}
     asked = [(name, module.scheme) for module in modules for name in (module.name, *module.asked)]
     added, _ = added_names(plan.view, named_modules(plan.view, matrices_of(plan)))
-    for scheme, spellings in () if found.obstacles else added.items():
-        asked += [(name, scheme) for spelled in spellings for name in concrete(spelled)]
+    for module in () if found.obstacles else added:
+        asked += [(name, module.scheme) for name in concrete(module.spelled)]
     targets = {
         target: group for group in config["config_groups"].values() for target in group["targets"]
     }
