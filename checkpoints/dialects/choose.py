@@ -108,7 +108,10 @@ def quantization_of(config: Raw) -> Raw | None:
         text_config.get("quantization_config"),
         config.get("compression_config"),
     )
-    return next((place for place in places if place is not None), None)
+    for place in places:
+        if place is not None:
+            return place
+    return None
 
 
 def attention_backends(config: Raw) -> Mapping[str, str]:

@@ -50,10 +50,10 @@ MXFP4 = registers("mxfp4", "weight_packed", "weight_scale", group_size=32, scale
 
 def lacks(needed: Mapping[str, object]) -> str:
     """What vLLM raises where one of the keys that it wants is absent; "" where none is."""
-    absent = [key for key, value in needed.items() if value is None]
-    if not absent:
-        return ""
-    return f"ValueError: Cannot find any of ['{absent[0]}'] in the model's quantization config"
+    for key, value in needed.items():
+        if value is None:
+            return f"ValueError: Cannot find any of ['{key}'] in the model's quantization config"
+    return ""
 
 
 def left_out(

@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 
 from ...checkpoints.companions import INDEX
-from ...checkpoints.json_file import read_config
 from ...checkpoints.safetensors_file import read_header
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
@@ -59,9 +58,10 @@ def with_changes(plan: Plan, folder: Path) -> Source:
         entries |= read_header(path, str(path)).entries
     forgotten = plan.source.unindexed.items()
     unindexed = {name: entry for name, entry in forgotten if name not in entries}
-    changed = {name: (folder / name).read_bytes() for name in (INDEX, *files_of(plan))}
-    config = read_config(folder / "config.json", str(folder))
-    return replace(written, config=config, changed=changed, entries=entries, unindexed=unindexed)
+    configs = files_of(plan)
+    changed = {name: (folder / name).read_bytes() for name in (INDEX, *configs)}
+    tensors = {"entries": entries, "unindexed": unindexed}
+    return replace(written, config=configs["config.json"], changed=changed, **tensors)
 
 
 def new_alone(plan: Plan, whole: Source, folder: Path) -> Source:
