@@ -49,7 +49,7 @@ from .quantize.write.output import claim, publish, refuse_output, tidied
 from .quantize.write.refusals import refuse
 from .recipes.errors import GateError, RecipeError
 from .recipes.find import find_recipe
-from .recipes.frozen import Advance, Json, frozen
+from .recipes.frozen import Advance, Json, frozen, nowhere
 from .recipes.model_file import find_path, flat_text
 from .recipes.schema import AUTO, Recipe, validated
 from .validate.check.check import Checked, examine
@@ -402,10 +402,10 @@ def _claimed(plan: Plan, out: Path, run: "CalibrationRun | None", ranks: "Ranks"
 
 def _packing_bar(
     plan: Plan, ranks: "Ranks", progress: RunProgress
-) -> AbstractContextManager[Advance | None]:
+) -> AbstractContextManager[Advance]:
     """The bar of the first process, over all source bytes that are read; the others have none."""
-    if progress.packing is None or not ranks.is_first:
-        return nullcontext()
+    if not ranks.is_first:
+        return nullcontext(nowhere)
     written = [tensor for tensor in plan.tensors if tensor.outputs]
     return progress.packing(plan.num_bytes_read(written))
 

@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ..recipes.errors import KeepMTPError, NoCheckpointError, RecipeError
-from ..recipes.frozen import Advance
+from ..recipes.frozen import Advance, nowhere
 from .hub_client import BUSY, PATIENCE, HubError, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
@@ -186,7 +186,7 @@ def read_range(
     start: int,
     into: memoryview,
     may_end: bool = False,
-    arrived: Advance = lambda _bytes: None,
+    arrived: Advance = nowhere,
 ) -> int:
     """Fill `into` with a file's bytes from `start` on; returns the size of the whole file.
 

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 
 from .. import __version__
 from ..recipes.errors import size_in_words
-from ..recipes.frozen import Advance, unwatched
+from ..recipes.frozen import Advance
 from .options import DryRunOption, JsonOption, ModelOptions
 from .progress import run_progress
 from .tables import answer, tell
@@ -145,6 +145,6 @@ def _logged(
 
     def packing(total_bytes: int) -> AbstractContextManager[Advance]:
         log.say(f"packing {size_in_words(total_bytes)}")
-        return (progress.packing or unwatched)(total_bytes)
+        return progress.packing(total_bytes)
 
     return replace(progress, accepted=accepted, calibration=stepped, packing=packing)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...recipes.frozen import Bar, frozen
+from ...recipes.frozen import Bar, frozen, unwatched
 
 if TYPE_CHECKING:
     from ...checkpoints.source import Source
@@ -51,7 +51,7 @@ class RunProgress:
     # Called after each step.
     calibration: ProgressCallback | None = None
     # Called with the number of source bytes when packing begins.
-    packing: Bar | None = None
+    packing: Bar = unwatched
     # Called with the number of bytes of the output whose values are read, before it gets its name.
     values: Bar | None = None
     # Brings a source to this machine, and shows how far it is.

@@ -39,7 +39,7 @@ from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_parts,
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ...recipes.forms import TRANSPOSED
-from ...recipes.frozen import Advance, Raw, frozen
+from ...recipes.frozen import Advance, Raw, frozen, nowhere
 from ..pack.unit import carried, load, packed_groups, parts, separate
 from ..plan.plan import Output, Plan, Shard, TensorPlan
 from ..plan.tensor_plan import outputs_of, same_output
@@ -60,7 +60,7 @@ def write(
     *,
     recipe_text: str,
     threads: int,
-    progress: Advance | None = None,
+    progress: Advance = nowhere,
     statistics: Statistics | None = None,
     calibration: Raw | None = None,
     ranks: Ranks = _ALONE,
@@ -91,11 +91,10 @@ def write(
     if ranks.is_first:
         finish(plan, partial, recipe_text=recipe_text, calibration=calibration)
     ranks.wait()
-    if progress:
-        own = plan.written[ranks.rank :: ranks.size]
-        for shard in plan.shards:
-            if shard not in own:
-                progress(plan.num_bytes_read(chain(*shard.units)))
+    own = plan.written[ranks.rank :: ranks.size]
+    for shard in plan.shards:
+        if shard not in own:
+            progress(plan.num_bytes_read(chain(*shard.units)))
 
 
 def write_shards(
@@ -103,7 +102,7 @@ def write_shards(
     folder: Path,
     *,
     threads: int,
-    progress: Advance | None = None,
+    progress: Advance = nowhere,
     statistics: Statistics | None = None,
     ranks: Ranks = _ALONE,
 ) -> None:
@@ -154,7 +153,7 @@ class _Job:
     shard: Shard
     device: torch.device
     given: Statistics
-    progress: Advance | None
+    progress: Advance
     stop: threading.Event
 
     def write(self, folder: Path) -> None:
@@ -162,14 +161,13 @@ class _Job:
         plan = self.plan
         shard = self.shard
         final = folder / self.shard.file
-        where = plan.recipe.name
         layout = lay_out(shard.outputs)
         kept = folder / WORK / f"{shard.file}.sha256"
         if final.is_file():
             # Of an earlier run. The disk may have lost bytes of it since, so all are read again.
             found = self._read_again(final, layout)
             if self.stop.is_set() or (kept.is_file() and kept.read_text() == found):
-                self._done(plan.num_bytes_read(chain(*shard.units)))
+                self.progress(plan.num_bytes_read(chain(*shard.units)))
                 return
             rule = "it or its source has changed since it was written. It is written again"
             _log.warning("%s: %s.", final, rule)
@@ -188,7 +186,7 @@ class _Job:
                     self.run(unit, _Place(plan, file, layout.starts, sums))
                 except torch.OutOfMemoryError as error:  # finished shards are kept
                     raise RecipeError(
-                        where,
+                        plan.recipe.name,
                         f"{unit[0].name} must fit {self.device} while it is packed",
                         got="out of memory",
                         cure=_FREE_IT,
@@ -235,10 +233,6 @@ class _Job:
             digest.update(f"{file} {state!r}".encode())
         return digest.hexdigest()
 
-    def _done(self, num_bytes: int) -> None:
-        if self.progress:
-            self.progress(num_bytes)
-
     def run(self, unit: tuple[TensorPlan, ...], place: "_Place") -> None:
         """Read, compute and write one unit of the plan."""
         num_bytes = self.plan.num_bytes_read(unit)
@@ -261,7 +255,7 @@ class _Job:
                         place.put(part, value, at=at)
                         rows[output.name] += len(value)
                         written += part.num_bytes
-                self._done(num_bytes * written // size)
+                self.progress(num_bytes * written // size)
             assert all(rows[output.name] == output.shape[0] for output in outputs), unit[0].name
             return
         given = [output for output in outputs if output.name in self.given]
@@ -271,7 +265,7 @@ class _Job:
         else:
             for tensor in unit:
                 self._carry(tensor, place)
-        self._done(num_bytes)
+        self.progress(num_bytes)
 
     def _carry(self, tensor: TensorPlan, place: "_Place") -> None:
         """A tensor that is not quantized here. Scales get compressed-tensors' names and, exactly,
