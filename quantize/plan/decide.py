@@ -11,7 +11,7 @@ weight becomes BF16.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from ...checkpoints.dialects.choose import UNQUANTIZED, method_of, quantization_of
@@ -41,7 +41,6 @@ Origins = Mapping[str, RuntimeView | None]
 what the names of their files begin with. None for a release, whose stored forms alone say what its
 weights are.
 """
-_NO_ORIGINS: Origins = {}
 # Each quant_method of a config.json that releases are published with and no tool writes: DeepSeek's
 # FP8 and gpt-oss's MXFP4. No form of them is less rounded.
 _NATIVE = ("fp8", "mxfp4")
@@ -57,6 +56,7 @@ _clock = MatchClock(
 matching_limit = _clock.limit
 
 
+@dataclass
 class Decisions:
     """State: what every decision reads, and the patterns of the recipe that have matched a name.
 
@@ -64,15 +64,12 @@ class Decisions:
         matched: of the recipe's overrides and keeps.
     """
 
-    def __init__(
-        self, recipe: Recipe, source: Source, view: FamilyView, origins: Origins = _NO_ORIGINS
-    ) -> None:
-        self.recipe = recipe
-        self.origins = origins
-        self.source = source
-        self.view = view
-        self.matched = set[str]()
-        self._releases = dict[str, str]()
+    recipe: Recipe
+    source: Source
+    view: FamilyView
+    origins: Origins = field(default_factory=dict)
+    matched: set[str] = field(default_factory=set)
+    _releases: dict[str, str] = field(default_factory=dict)
 
     def override(self, module: HFName) -> str | None:
         """The scheme of the first override that names this module."""
@@ -218,16 +215,18 @@ class Decisions:
         config stays.
         """
         reason = ""
-        if self.view.place(name) is None and self._is_carried(entries[0]):
+        place = self.view.place(name)
+        if place is None and self._is_carried(entries[0]):
             reason = "as in the source"
         for pattern in self.recipe.keep:
             if self._matches(pattern, name):
                 reason = "recipe: keep"
         if not reason:
             return None
-        place = self.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
+        if place is None:
+            place = unknown_place(HFName(name.rpartition(".")[0] or name))
         inputs = tuple(entry.name for entry in entries)
-        outputs = tuple(same_output(entry) for entry in entries)
+        outputs = tuple(map(same_output, entries))
         return TensorPlan(name, inputs, "keep", reason, shape, outputs, place)
 
     def _cache_scale(self, entry: Entry) -> TensorPlan | None:
