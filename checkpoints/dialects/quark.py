@@ -43,18 +43,13 @@ class Quark(Dialect):
         exclude: entries after renaming.
         layers: layer_quant_config, after renaming.
         usual: what holds for every other module.
-        pack_method: how integers of four bits are packed.
-        error: vLLM's exception as it reads the config; "" for none.
-        error_unless_excluded: its exception as it builds a module that nothing excludes; "" for
-            none.
     """
+
+    given: QuarkGiven
 
     exclude: Entries
     layers: Mapping[str, QuarkLayer]
     usual: QuarkLayer
-    pack_method: str
-    error: str
-    error_unless_excluded: str
     name: str = "quark"
 
     # Whole names, and expressions.
@@ -62,8 +57,9 @@ class Quark(Dialect):
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`should_ignore_layer`, then the config of the layer; heads are never quantized."""
-        if self.error:
-            return raises(self.error)
+        export = self.given.export
+        if export is None:
+            return raises(_NO_EXPORT)
         if kind == "head":
             return plain()
         is_experts = kind == "experts"
@@ -77,14 +73,14 @@ class Quark(Dialect):
         answer = named(module, parts, self.exclude.first, SCHEMES_DIFFER)
         if answer is not None:
             return answer
-        if self.error_unless_excluded:
-            return raises(self.error_unless_excluded)
+        if self.given.layer_type_quant_config is None:
+            return raises(_NO_LAYER_TYPES)
         names = parts or (module,)
         entry, layer = self.layer_of(names[0])
         for name in names[1:]:
             if self.layer_of(name)[1] != layer:
                 return raises(SCHEMES_DIFFER.format(module), entry, "shards")
-        built = scheme_of(layer, self.pack_method, is_experts=is_experts)
+        built = scheme_of(layer, export.pack_method, is_experts=is_experts)
         if isinstance(built, str):
             return raises(built, entry)
         if is_experts and built.form == "mxfp4":
@@ -114,8 +110,7 @@ def read_quark(raw: Raw, rename: Renamer) -> Quark:
         CheckpointError: a key has another type than is read, or an entry is no regular expression.
     """
     given = read_given(QuarkGiven, raw)
-    export = given.export or QuarkExport()
-    group = export.kv_cache_group
+    group = (given.export or QuarkExport()).kv_cache_group
     layers = dict[str, QuarkLayer]()
     for name, layer in given.layer_quant_config.items():
         # Outputs of the layers of the cache are not those of the layer: vLLM takes them out.
@@ -124,14 +119,12 @@ def read_quark(raw: Raw, rename: Renamer) -> Quark:
             layer = layer.model_copy(update={"output_tensors": None})
         layers[rename.name(name)] = layer
     return Quark(
+        given=given,
         exclude=Entries(map(rename.name, given.exclude)),
         layers=layers,
         usual=given.global_quant_config,
         rename=rename,
         listed={"exclude": given.exclude},
-        pack_method=export.pack_method,
-        error=_NO_EXPORT if given.export is None else "",
-        error_unless_excluded=_NO_LAYER_TYPES if given.layer_type_quant_config is None else "",
     )
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ...recipes.errors import CheckpointError, shortened
 from ...recipes.family import Part, VLLMName
 from ...recipes.family_view import FamilyView
-from ...recipes.frozen import Raw
+from ...recipes.frozen import Raw, without_none
 from ...recipes.renamer import Renamer
 from ...recipes.runtimes.vllm import NEWEST
 from ..dialects.choose import NO_METHOD, method_of
@@ -78,7 +78,9 @@ def read(raw: Raw, view: FamilyView, part: Part) -> SglangReader:
     if method == "fp8":
         return _fp8(raw, view.config)
     if method == "quark":
-        quark = replace(read_quark(raw, rename), error="", error_unless_excluded="")
+        # What vLLM wants besides it does not look for.
+        wanted = {"export": {}, "layer_type_quant_config": {}}
+        quark = read_quark(wanted | without_none(raw), rename)
         return SglangReader("quark", quark, partial(_of_quark, quark))
     if method.startswith("modelopt"):
         return _modelopt(raw, rename)
