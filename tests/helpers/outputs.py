@@ -99,7 +99,8 @@ def quantize_into(
     def wait(_: object) -> None:
         time.sleep(pause)
         nonlocal hold
-        if hold is not None and len([*partial_path(out).glob("*.safetensors")]) >= hold:
+        wanted = hold  # the other thread may have held it meanwhile
+        if wanted is not None and len([*partial_path(out).glob("*.safetensors")]) >= wanted:
             hold = None
             held(out).touch()
         while held(out).exists():
