@@ -461,7 +461,7 @@ class FamilyView:
         family = self.family
         # A later row of the same module takes the place of the one before.
         rows = (*family.block, *family.linear_block, *family.mtp_block)
-        return frozenset({row.shares or row.path: row.path for row in rows}.values())
+        return frozenset({row.shares or row.runtime or row.path: row.path for row in rows}.values())
 
     @cached_property
     def _top(self) -> dict[str, tuple[Row, Part]]:

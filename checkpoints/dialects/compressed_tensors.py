@@ -21,11 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...recipes.family import Family, VLLMName
 from ...recipes.family_view import FamilyView
-from ...recipes.forms import E8M0
+from ...recipes.forms import E8M0, Form
 from ...recipes.frozen import Json, frozen
 from ...recipes.renamer import Renamer
 from ...recipes.schemes import SCHEMES
-from .dialect import PLAIN, UNKNOWN, Dialect, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import UNKNOWN, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
 from .matching import ENCODED, MXFP4, SCHEMES_DIFFER, named, plain, raises, registers
 from .modules import NamedModule, Spellings, regexes
@@ -38,7 +38,31 @@ _PROJECTIONS_DIFFER = (
 _PACKED = "pack-quantized"
 _EMBEDDING = "VocabParallelEmbedding"
 _NO_ROWS = "ValueError: compressed-tensors embeddings only support weight-only INT (WNA16)"
-_FP8_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized")
+_OF_8_BITS = ("int8", "fp8_tensor", "fp8_channel", "fp8_block")
+# Weights and inputs for which a linear module has a class, and those for which experts have one.
+_ANY = (".*", ".*")
+_FP4 = r".* no inputs|.* float4 tensor_group of 16 \w+ inputs"
+_TAKES: Mapping[Form, tuple[str, str]] = {
+    "nvfp4": (_FP4, _FP4),
+    "mxfp4": _ANY,
+    "mxfp8": _ANY,
+    "int_packed": _ANY,
+    "int8": (r".*8 (token dynamic|tensor static) .*", "channel .*8 token dynamic inputs"),
+    "fp8_tensor": (".*", r".* float\d tensor (dynamic|static) inputs"),
+    "fp8_channel": (".*", r".* float\d token dynamic inputs"),
+    "fp8_block": (
+        r".* (dynamic|local).*",
+        r".* float\d (.* dynamic|.* local.*|tensor static) inputs",
+    ),
+}
+_OF_GROUPS = ("group", "tensor_group")
+_DYNAMIC = {
+    "token": (True,),
+    "channel": (False,),
+    "block": (False,),
+    "tensor_group": (False, True, "local"),
+}
+_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized")
 # Refused since 0.30 (compressed_tensors.py, `from_config`).
 _NO_ORDER = (
     "ValueError: Compressed-tensors group/dynamic activation ordering is no longer supported"
@@ -193,12 +217,8 @@ def _scheme_of(group: GivenGroup) -> str:
     return ""
 
 
-def registered(weights: GivenArguments | None, inputs: GivenArguments | None) -> VLLMModule:
-    """The parameters of a config group's scheme; both servers name them as compressed-tensors
-    does.
-    """
-    if weights is None:
-        return PLAIN
+def registered(weights: GivenArguments, inputs: GivenArguments | None) -> VLLMModule:
+    """The parameters of a config group's scheme."""
     bits = weights.num_bits
     strategy = weights.strategy
     size = weights.group_size
@@ -217,19 +237,19 @@ def registered(weights: GivenArguments | None, inputs: GivenArguments | None) ->
         case "float", 8, "group", 32:
             return registers("mxfp8", "weight", "weight_scale", group_size=32)
         case "float", 8, "block", _:
-            block = weights.block_structure or (128, 128)
+            block = weights.block_structure
             return registers("fp8_block", *eight, block=block, scale_ndim=ndim)
         case "float", 8, "tensor", _:
             return registers("fp8_tensor", *eight, scale_ndim=ndim)
         case "float", 8, "channel", _:
             return registers("fp8_channel", *eight, scale_ndim=ndim)
-        case "int", 8, "tensor" | "channel", _ if inputs and inputs.num_bits == 8:
+        case "int", 8, "tensor" | "channel", _ if inputs:
             return registers("int8", *eight, scale_ndim=ndim)
-        case "int", _, "group" | "channel", _ if inputs is None:
+        case "int", 4 | 8, "group" | "channel", _ if inputs is None:
             leaves = ["weight_packed", "weight_scale", "weight_shape"]
             if not weights.symmetric:
                 leaves.append("weight_zero_point")
-            if strategy == "channel" or not size or size < 0:
+            if strategy == "channel":
                 size = None
             order = frozenset({"weight_g_idx"})
             return registers("int_packed", *leaves, optional=order, group_size=size, bits=bits)
@@ -242,32 +262,65 @@ def _built(group: GivenGroup, format_: str | None, *, is_experts: bool) -> Resol
     """
     weights = filled(group.weights)
     inputs = filled(group.input_activations)
+    if group.weights is None or weights is None:
+        return plain()
+    wrong = _wrong(weights) or _wrong(inputs)
+    if wrong:
+        return raises(wrong)
     built = registered(weights, inputs)
     format_ = group.format or format_
-    is_of_nvfp4 = inputs is None or (inputs.num_bits, inputs.strategy) == (4, "tensor_group")
-    if built.form == "nvfp4" and not is_of_nvfp4:
-        return raises(
-            "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None "
-            "for NVFP4A16"
-        )
-    if built.form == "int_packed" and format_ != _PACKED:
+    form = built.form
+    if form == "unknown" or (form == "int8" and format_ == _PACKED and not is_experts):
         return Resolution(UNKNOWN)
-    if not built.form.startswith("fp8"):
+    takes = re.fullmatch(_TAKES[form][is_experts], f"{weights.strategy} {_in_words(inputs)}")
+    has_class = takes is not None
+    if form == "int_packed":
+        has_class &= format_ == _PACKED and not weights.dynamic
+    else:
+        has_class &= weights.symmetric
+    if form == "mxfp8":
+        has_class &= group.weights.scale_dtype == "torch.uint8"
+    if form in _OF_8_BITS:
+        has_class &= not weights.dynamic
+        has_class &= is_experts or format_ in _FORMATS
+    if has_class:
         return Resolution(built)
-    if format_ not in _FP8_FORMATS:
-        return raises(
-            "NotImplementedError: No compressed-tensors compatible scheme was found (format "
-            f"{format_!r})"
-        )
-    are_blocks = built.form == "fp8_block"
-    if inputs is not None or not (is_experts or are_blocks):
-        return Resolution(built)
-    error = "AssertionError: assert self.is_static_input_scheme is False"
-    if is_experts and are_blocks:
-        error = "AttributeError: 'NoneType' object has no attribute 'num_bits'"
-    elif is_experts:
-        error = "ValueError: For Fused MoE layers, only format: pack-quantized is supported"
-    return raises(f"{error} (input_activations: null)", refusal="inputs")
+    if inputs is None and form.startswith("fp8") and format_ in _FORMATS:
+        error = "AssertionError: assert self.is_static_input_scheme is False"
+        if is_experts:
+            error = "ValueError: For Fused MoE layers, only format: pack-quantized is supported"
+            if form != "fp8_channel":
+                error = "AttributeError: 'NoneType' object has no attribute 'num_bits'"
+        return raises(f"{error} (input_activations: null)", refusal="inputs")
+    return raises(
+        f"no class takes weights by {weights.strategy} in {format_} with {_in_words(inputs)}"
+    )
+
+
+def _in_words(inputs: GivenArguments | None) -> str:
+    """Such as `float8 token dynamic inputs`."""
+    if inputs is None:
+        return "no inputs"
+    manner = {True: "dynamic", False: "static", "local": "local"}[inputs.dynamic]
+    if manner != "dynamic" and not inputs.symmetric:
+        manner += " asymmetric"
+    strategy = inputs.strategy
+    if strategy == "tensor_group":
+        strategy += f" of {inputs.group_size}"
+    return f"{inputs.type}{inputs.num_bits} {strategy} {manner} inputs"
+
+
+def _wrong(given: GivenArguments | None) -> str:
+    """What compressed-tensors' QuantizationArgs refuses; "" for nothing, and for no arguments."""
+    if given is None:
+        return ""
+    strategy = given.strategy
+    has_groups = (given.group_size or 0) > 0
+    has_blocks = given.block_structure is not None
+    is_right = has_groups == (strategy in _OF_GROUPS) and has_blocks == (strategy == "block")
+    if is_right and given.dynamic in _DYNAMIC.get(strategy, (False, True)):
+        return ""
+    return f"ValidationError: QuantizationArgs({given})"
 
 
 def filled(given: GivenArguments | None) -> GivenArguments | None:
@@ -275,17 +328,13 @@ def filled(given: GivenArguments | None) -> GivenArguments | None:
     if given is None or not given.model_fields_set:
         return None
     strategy = "tensor"
-    if given.dynamic:
-        strategy = "token"
-    if given.block_structure:
-        strategy = "block"
     if given.group_size is not None:
         strategy = "channel"
         if given.group_size > 0:
             strategy = "group"
     if given.strategy:
         strategy = given.strategy
-    return given.model_copy(update={"strategy": strategy, "actorder": None})
+    return given.model_copy(update={"strategy": strategy, "actorder": None, "scale_dtype": None})
 
 
 def _class_of(module: str, shards: Sequence[str], kind: Kind) -> str:

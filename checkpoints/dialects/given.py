@@ -60,6 +60,7 @@ class GivenArguments(_Given):
     group_size: _Group | None = None
     block_structure: tuple[_Side, _Side] | None = None
     actorder: bool | str | None = None
+    scale_dtype: str | None = None
 
     @property
     def is_reordered(self) -> bool:

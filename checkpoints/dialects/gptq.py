@@ -231,8 +231,11 @@ def gptq_built(bits: int, group_size: int | None) -> VLLMModule:
 
 def scheme_of(weight: StoredWeight, built: VLLMModule) -> str:
     """The scheme that has the codes of GPTQ, which count from the middle, or of AWQ, which count
-    from zero points; "" where none has as many bits and scales.
+    from zero points; "" where none has as many bits and scales. Where vLLM builds a plain module,
+    the zero points say how many bits there are.
     """
+    if built.form == "plain" and "qzeros" in weight.parts:
+        built = _as_stored(weight)
     has_zeros = "qzeros" in built.leaves
     if has_zeros != (weight.form == "awq") or not built.leaves <= weight.parts.keys():
         return ""
@@ -244,7 +247,19 @@ def scheme_of(weight: StoredWeight, built: VLLMModule) -> str:
     return ""
 
 
-def awq_built(group_size: int, *, has_zeros: bool) -> VLLMModule:
+def _as_stored(weight: StoredWeight) -> VLLMModule:
+    """What would read the tensors as they are."""
+    num_inputs = weight.shape[1]
+    num_groups = weight.parts["scales"].shape[0]
+    group_size = None
+    if num_groups > 1:
+        group_size = num_inputs // num_groups
+    if weight.form == "awq":
+        return awq_built(group_size, has_zeros=True)
+    return gptq_built(32 * weight.weight.shape[0] // num_inputs, group_size)
+
+
+def awq_built(group_size: int | None, *, has_zeros: bool) -> VLLMModule:
     """What AutoAWQMarlinLinearMethod and AutoAWQMoEMethod register, in four bits."""
     zeros = frozenset({"qzeros"})
     built = registers("awq", "qweight", "scales", group_size=_group(group_size), bits=4)

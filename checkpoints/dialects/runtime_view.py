@@ -501,7 +501,7 @@ class RuntimeView(StoredView):
             for member in module.members:
                 weight = member.weight
                 form = module.resolution.built.form
-                if weight.form == form and form in TRANSPOSED:
+                if weight.form in TRANSPOSED and form in (weight.form, "plain"):
                     schemes[weight.module] = scheme_of(weight, module.resolution.built)
                 elif weight.form != "plain" and isinstance(dialect, CompressedTensors | ModelOpt):
                     schemes[weight.module] = dialect.scheme_of(module.resolution)

@@ -62,6 +62,19 @@ awq = partial(packed, SAID["awq"], "awq")
 autoround = partial(packed, SAID["auto-round"], "gptq")
 
 
+def autoround_block(model: str) -> Checkpoint:
+    """As AutoRound 0.16.1 rounds GLM's block: all of it, whatever vLLM builds plain."""
+    routers = {f"model.layers.{layer}.mlp.gate": {"bits": 16} for layer in range(4)}
+    said = {"block_name_to_quantize": ["model.layers"], "extra_config": routers}
+    checkpoint = autoround(model, "W4A16", **said)
+    whole = r"(.*layers\.3\.(eh_proj|embed_tokens|shared_head\.head))\.weight"
+    for name, (_, (rows, columns)) in checkpoint.take(whole).items():
+        for leaf, spec in leaves_of(rows, columns, "gptq").items():
+            checkpoint.tensors[name.replace("weight", leaf)] = spec
+    checkpoint.take(r".*\.g_idx")
+    return checkpoint
+
+
 def quark(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
     """FP8 with a scale a channel and dynamic inputs, as Quark writes it."""
     checkpoint = ours(model, "FP8_DYNAMIC", mtp)

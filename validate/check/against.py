@@ -36,7 +36,7 @@ from ...recipes.errors import CheckpointError
 from ...recipes.family import TABLE_ROLES, HFName
 from ...recipes.family_view import Place
 from ...recipes.forms import FORMS, TRANSPOSED
-from ...recipes.frozen import Advance, nowhere
+from ...recipes.frozen import Advance, nowhere, without
 from ..facts.findings import Objections, objection
 from .reading import is_remote
 from .rules_mtp import BLOCK_AGAIN
@@ -273,9 +273,14 @@ def as_built(weight: StoredWeight, answer: Resolution) -> StoredWeight:
     built = answer.built
     if weight.form in TRANSPOSED and answer.refusal != "order":
         has_zeros = "qzeros" in weight.parts
-        is_other_awq = built.form == "awq" and has_zeros != ("qzeros" in built.leaves)
-        if built.form != weight.form or is_other_awq:
+        reads_zeros = "qzeros" in built.leaves
+        is_other = built.form != weight.form or (reads_zeros and not has_zeros)
+        if built.form == "plain":
+            is_other = not has_zeros
+        if is_other:
             return replace(weight, form="unknown")
+        if built.form == "awq" and not reads_zeros:
+            weight = replace(weight, parts=without(weight.parts, "qzeros"))
     if built.block and weight.form == built.form == "fp8_block":
         return replace(weight, block=built.block)
     if weight.form == built.form == "gptq":

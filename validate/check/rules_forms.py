@@ -595,27 +595,38 @@ def _table_built(runtime: RuntimeView, name: VLLMName) -> str:
 
 
 def packed_head_loads(runtime: RuntimeView) -> Objections:
-    """A packed head has a form that its target's loader takes, and the draft's."""
-    fills = runtime.loader.fills_head
+    """A packed head has a form that its target's loader takes, and the draft's.
+
+    vLLM 0.32.0 vocab_parallel_embedding.py, models/glm4_moe_mtp.py.
+    """
+    loader = runtime.loader
+    target = runtime.weights.get(HFName(runtime.view.layout.head.removesuffix(".weight")))
+    is_filled = loader.fills_head and target is not None and "weight" in target.parts
     for module in runtime.modules:
-        form = module.resolution.built.form
-        if module.kind != "head" or module.part != "backbone" or module.is_plain:
+        built = module.resolution.built
+        if module.kind != "head" or module.is_plain:
             continue
-        if form == "plain" or not module.loads_quantized:
+        if built.form == "plain" or not module.loads_quantized:
             continue  # `stored_form_is_what_is_built` objects
         says = ""
-        if module.resolution.built.block:
+        cure = "Store the head in FP8 with a scale a row, or in BF16"
+        if module.part == "mtp":
+            if is_filled and loader.unknown_name and "weight" not in built.leaves:
+                says = (
+                    f"has no `weight`, and vLLM fills it with the target's: {loader.unknown_name}"
+                )
+                cure = f"Store it in BF16, and exclude {module.name}: vLLM's name"
+        elif built.block:
             says = (
                 "holds FP8 blocks, and a head is loaded row by row: vLLM raises AssertionError at "
                 "their scales (vocab_parallel_embedding.py)"
             )
-        elif fills and form == "nvfp4_modelopt":
+        elif loader.fills_head and built.form == "nvfp4_modelopt":
             says = (
                 "holds codes of 4 bits, and this draft first fills a plain head of its own with "
                 "them: vLLM raises RuntimeError, output with shape doesn't match"
             )
         if says:
-            cure = "Store the head in FP8 with a scale a row, or in BF16"
             yield objection("head-form", module.members[0].name, says, cure, "head")
 
 

@@ -38,6 +38,7 @@ from .rules_mtp import BLOCK_AGAIN
 
 _objection = partial(objection, origin="values")
 _warning = partial(objection, origin="values", severity="warning")
+_INTEGERS = ("int_packed", "int8")
 _INPUT_SCALES = ("input_scale", INPUT_GLOBAL_SCALE)
 _GLOBAL_SCALES = (GLOBAL_SCALE, IN_MODELOPT[GLOBAL_SCALE])
 # Weights of released models are between these by orders of magnitude; a scale that should be its
@@ -164,14 +165,13 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
     """No scale is negative, no divisor is zero, no matrix has scales of zero only, or scales that
     are all equal.
 
-    A weight of integers around 0 may have negative scales where activations are not rounded:
-    AutoRound chooses the sign of a symmetric scale so that the largest weight gets the largest
-    code.
+    A weight of integers around 0 may have negative scales: AutoRound chooses the sign of a
+    symmetric scale so that the largest weight gets the largest code, and vLLM multiplies by it.
     """
     summary = tensor.summary
     weight = runtime.weights.get(tensor.module)
     may_be_negative = tensor.leaf == "scales"
-    if weight is not None and weight.form == "int_packed" and tensor.leaf == "weight_scale":
+    if tensor.leaf == "weight_scale" and weight is not None and weight.form in _INTEGERS:
         may_be_negative = "weight_zero_point" not in weight.parts
     if summary.is_zero and tensor.leaf in (*DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
         says = "is 0, and vLLM divides by it: everything behind it is infinite or NaN"

@@ -1,4 +1,4 @@
-"""Which scheme a config of Quark or AutoRound means: against vLLM's own functions, over random
+"""Which scheme a config of compressed-tensors, Quark or AutoRound means: against vLLM's own functions, over random
 configs of every kind.
 
 One subprocess in vLLM's environment answers all questions.
@@ -12,20 +12,27 @@ import pytest
 from data_files import table
 from foreign_form import SAID
 from keepmtp.checkpoints.dialects.autoround import read_autoround
+from keepmtp.checkpoints.dialects.compressed_tensors import read_compressed_tensors
 from keepmtp.checkpoints.dialects.dialect import PLAIN, UNKNOWN, VLLMModule
 from keepmtp.checkpoints.dialects.given import QuarkLayer
 from keepmtp.checkpoints.dialects.gptq import read_awq, read_gptq
 from keepmtp.checkpoints.dialects.quark import scheme_of
 from keepmtp.recipes.family import Renames, VLLMName
+from keepmtp.recipes.frozen import without_none
 from keepmtp.recipes.renamer import Renamer
 from real_vllm import ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
 
 PEER = r"""
-import json, sys
+import json, re, sys
+from importlib import import_module
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 import torch
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import compressed_tensors_moe as moe
 from vllm.model_executor.layers.quantization.inc import INCConfig
 from vllm.model_executor.layers.quantization.inc.schemes.factory import resolve_scheme
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -57,6 +64,32 @@ def ask_inc(raw, is_experts):
     except (AssertionError, NotImplementedError, ValueError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
 
+# Only which class is chosen is asked, and not whether this machine has a kernel for it.
+CompressedTensorsConfig._check_scheme_supported = classmethod(lambda *_, match_exact=False, **__: not match_exact)
+def takes(self, *_, weight_quant=None, is_static_input_scheme=None, **__):
+    assert weight_quant is None or weight_quant.strategy != "block" or is_static_input_scheme is False
+for word in ("w4a4_mxfp4", "w4a8_mxfp4", "wna16", "w8a8_fp8", "w8a8_int8", "w4a4_nvfp4", "w8a8_mxfp8", "w4a8_fp8", "w4a8_int8"):
+    module = import_module(f"{moe.__name__}_{word}")
+    for name in vars(module):
+        if name.startswith("select_"):
+            setattr(module, name, lambda *_, **__: (None, None))
+classes = [CompressedTensorsScheme, moe.CompressedTensorsMoEMethod]
+for each in classes:
+    classes += each.__subclasses__()
+    if not re.search("MoE", each.__name__) or re.search("Mxfp4|WNA16", each.__name__):
+        each.__init__ = takes
+
+def ask_group(group, format, is_experts):
+    try:
+        config = CompressedTensorsConfig.from_config({"format": format, "config_groups": {"": {"targets": ["Linear"], **group}}})
+        scheme = config.target_scheme_map["Linear"]
+        if is_experts:
+            config.get_scheme_dict = lambda *_, **__: scheme | {"format": format}
+            return type(moe.CompressedTensorsMoEMethod.get_moe_method(config, MagicMock(), "experts")).__name__
+        return type(config._get_scheme_from_parts(scheme["weights"], scheme["input_activations"])).__name__
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+
 def skips(words):
     config = MoeWNA16Config.from_config({"quant_method": "gptq", "bits": 4, "group_size": 256, "sym": True})
     config.modules_to_not_convert = words
@@ -66,13 +99,21 @@ def has_marlin(group_size):
     sizes = SimpleNamespace(hidden_dim=4096, intermediate_size_per_partition_unpadded=4096)
     return check_moe_marlin_supports_config(sizes, group_size, allow_tile_padding=True)
 
-quark, inc, groups, lists = json.load(sys.stdin)
-answers = [[ask(*each) for each in quark], [ask_inc(*each) for each in inc], [has_marlin(each) for each in groups]]
+quark, inc, of_groups, groups, lists = json.load(sys.stdin)
+answers = [[ask(*each) for each in quark], [ask_inc(*each) for each in inc], [ask_group(*each) for each in of_groups]]
+answers.append([has_marlin(each) for each in groups])
 answers.append([skips(words) for words in lists])
 print("ANSWERS" + json.dumps(answers))
 """
 TABLES = table("checkpoints/dialects/foreign_schemes")
 FP8 = TABLES["quark"][0][0]
+
+
+def some_keys(changes: str, rng: random.Random) -> dict[str, Any]:
+    """At most two other values of a table."""
+    table = TABLES[changes]
+    keys = rng.sample(sorted(table), rng.choice([0, 0, 1, 2]))
+    return {key: rng.choice(table[key]) for key in keys}
 
 
 def changed(given: Any, rng: random.Random, *, in_list: bool = False) -> Any:
@@ -83,12 +124,7 @@ def changed(given: Any, rng: random.Random, *, in_list: bool = False) -> Any:
         return [changed(part, rng, in_list=True) for part in given]
     if given is None:
         return rng.choice([None, None, FP8])
-    given = dict(given)
-    changes = TABLES["quark_changes"]
-    for key in rng.sample(sorted(changes), rng.choice([0, 0, 1, 2])):
-        given[key] = rng.choice(changes[key])
-        if given[key] is None:
-            del given[key]
+    given = without_none(given | some_keys("quark_changes", rng))
     if rng.random() < 0.1 and not in_list:
         return [given]
     return given
@@ -104,17 +140,26 @@ def some_layers(rng: random.Random) -> list[dict[str, Any]]:
 
 def some_autorounds(rng: random.Random) -> list[dict[str, Any]]:
     known = TABLES["autoround"]
-    changes = TABLES["autoround_changes"]
-    configs = [*known]
-    for _ in range(600):
-        keys = rng.sample(sorted(changes), rng.choice([0, 1, 2]))
-        configs.append(rng.choice(known) | {key: rng.choice(changes[key]) for key in keys})
-    return configs
+    others = [rng.choice(known) | some_keys("autoround_changes", rng) for _ in range(800)]
+    return [*known, *others]
+
+
+def some_groups(rng: random.Random) -> list[Any]:
+    """Weights and inputs of compressed-tensors, with a format."""
+    said = TABLES["compressed-tensors"]
+    groups = []
+    for _ in range(3000):
+        group = {}
+        for kind in ("weights", "input_activations"):
+            given = rng.choice(said[kind])
+            group[kind] = given and without_none(given | some_keys("argument_changes", rng))
+        groups.append((group, rng.choice(said["formats"]), rng.random() < 0.5))
+    return groups
 
 
 @pytest.fixture(scope="module")
 def asked() -> Any:
-    """All questions, and vLLM's answers: to Quark's, and to AutoRound's."""
+    """All questions, and vLLM's answers: to those of each tool."""
     rng = random.Random(0)
     quark = [
         (layer, rng.choice(["reorder", "order", "none"]), is_experts)
@@ -122,7 +167,8 @@ def asked() -> Any:
         for is_experts in (False, True)
     ]
     inc = [(raw, is_experts) for raw in some_autorounds(rng) for is_experts in (False, True)]
-    questions = {"quark": quark, "inc": inc, "groups": TABLES["groups"], "lists": TABLES["lists"]}
+    questions = {"quark": quark, "inc": inc, "of groups": some_groups(rng)}
+    questions |= {name: TABLES[name] for name in ("groups", "lists")}
     answers = zip(questions.items(), ask(PEER, list(questions.values())), strict=True)
     return {name: [*zip(asked, given, strict=True)] for (name, asked), given in answers}
 
@@ -154,11 +200,27 @@ def test_a_config_has_the_scheme_that_vllm_says(asked):
         seen[theirs.partition(":")[0]] += 1
         judged[ours] += 1
     assert (
-        set(TABLES["forms"]) < seen.keys()
+        {name for name in TABLES["forms"] if name[0] in "QI"} < seen.keys()
         and seen["NotImplementedError"] > 100
         and seen["AssertionError"] > 50
     ), seen
     assert judged["raises"] > 5 * judged["unknown"], judged
+
+
+def test_a_group_of_compressed_tensors_has_the_scheme_that_vllm_says(asked):
+    """Of linear modules, and of experts."""
+    forms = Counter[str]()
+    down = VLLMName("model.layers.0.mlp.down_proj")
+    for (group, format, is_experts), theirs in asked["of groups"]:
+        kind = "experts" if is_experts else "linear"
+        shards = (down,) if is_experts else ()
+        raw = {"config_groups": {"": group | {"targets": ["Linear"]}}, "format": format}
+        answer = read_compressed_tensors(raw, Renamer()).resolve(down, shards=shards, kind=kind)
+        ours = form(answer.error or answer.built)
+        wanted = TABLES["forms"].get(theirs.replace("MoEMethod", ""), ("raises", "unknown"))
+        assert ours in wanted, (group, format, is_experts, theirs, ours)
+        forms[ours] += 1
+    assert len(forms) == 10 and forms["raises"] > 2 * forms["unknown"] > 0, forms
 
 
 def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):

@@ -107,6 +107,15 @@ test_fused_shards_are_complete = finds(
         where="model.layers.3.self_attn.q_a_proj.weight",
         says="validate_fp8_block_shape",
     ),
+    met(
+        "part blocks of fused modules that need no scale in common",
+        "qwen vl native fp8",
+        quantization("modules_to_not_convert", ["lm_head", "mtp.fc"]),
+        pack(r".*layers\.0\.linear_attn\.in_proj_[ab]", "FP8_BLOCK"),
+        rename(r"(.*in_proj_[ab]\.weight_scale)", r"\1_inv"),
+        where="linear_attn.in_proj_a.weight",
+        says="validate_fp8_block_shape",
+    ),
 )
 
 
@@ -1029,6 +1038,15 @@ test_packed_head_loads = finds(
         among=True,
         where="lm_head",
         says="RuntimeError",
+    ),
+    case(
+        "a head of the block alone, with a draft that fills it from the target's",
+        partial(ours, "glm-4.7", "W4A16", "W4A16"),
+        pack(r"model\.layers\.3\.shared_head\.head", "W4A16"),
+        quantization("config_groups/group_0/targets", ["Linear", r"re:^model\.layers\.3\.head$"]),
+        quantization("ignore", ["lm_head", "re:.*(?:mlp[.]gate|eh_proj|embed_tokens)$"]),
+        where="model.layers.3.shared_head.head.weight_packed",
+        says="KeyError",
     ),
     about=["head-form"],
 )

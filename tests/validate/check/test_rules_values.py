@@ -192,8 +192,8 @@ def test_not_finite(case, tmp_path):
         holds(f"{O_PROJ}.scales", 0.0),
         where=f"{O_PROJ}.scales",
     ),
-    # AutoRound gives about half of its scales a sign. With rounded activations a kernel reads it as
-    # a number.
+    # AutoRound gives about half of its scales a sign. vLLM 0.32's int8 kernel of a CPU was asked: the
+    # product with such rows is right.
     case(
         "a scale of GPTQ below 0",
         GPTQ,
@@ -215,7 +215,7 @@ def test_not_finite(case, tmp_path):
         tensor(f"{O_PROJ}.weight", "I8", 256, 256),
         tensor(f"{O_PROJ}.weight_scale", "BF16", 256, 1),
         holds(f"{O_PROJ}.weight_scale", -0.01, at=0),
-        where=f"{O_PROJ}.weight_scale",
+        found=[],
     ),
     case(
         "input scales of 0 in some experts",
