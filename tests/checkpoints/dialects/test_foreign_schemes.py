@@ -68,16 +68,16 @@ def ask_inc(raw, is_experts):
 CompressedTensorsConfig._check_scheme_supported = classmethod(lambda *_, match_exact=False, **__: not match_exact)
 def takes(self, *_, weight_quant=None, is_static_input_scheme=None, **__):
     assert weight_quant is None or weight_quant.strategy != "block" or is_static_input_scheme is False
+classes = CompressedTensorsScheme.__subclasses__()
 for word in ("w4a4_mxfp4", "w4a8_mxfp4", "wna16", "w8a8_fp8", "w8a8_int8", "w4a4_nvfp4", "w8a8_mxfp8", "w4a8_fp8", "w4a8_int8"):
     module = import_module(f"{moe.__name__}_{word}")
-    for name in vars(module):
+    for name, each in [*vars(module).items()]:
         if name.startswith("select_"):
             setattr(module, name, lambda *_, **__: (None, None))
-classes = [CompressedTensorsScheme, moe.CompressedTensorsMoEMethod]
+        elif re.search("W4A.Mxfp4MoE|WNA16MoE", name):
+            classes.append(each)
 for each in classes:
-    classes += each.__subclasses__()
-    if not re.search("MoE", each.__name__) or re.search("Mxfp4|WNA16", each.__name__):
-        each.__init__ = takes
+    each.__init__ = takes
 
 def ask_group(group, format, is_experts):
     try:
