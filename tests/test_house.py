@@ -65,9 +65,9 @@ TWINS = 6
 
 # What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
-    "tokens of the package": 320_700,
+    "tokens of the package": 320_300,
     "tokens of the tests": 374_900,
-    "dense forms in 1,000 tokens": 4.8,
+    "dense forms in 1,000 tokens": 4.7,
     "functions over 100 lines": 0,
 }
 # So that a good change of a few tokens passes.
