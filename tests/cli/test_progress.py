@@ -21,6 +21,7 @@ from keepmtp.cli.tables import show
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.progress import CalibrationStep
 from keepmtp.quantize.run.progress import Step as Asked
+from keepmtp.recipes.frozen import unwatched
 from rich.console import Console
 
 STEP = CalibrationStep(
@@ -112,7 +113,7 @@ def test_a_line_is_written_over_until_its_part_has_ended(kind, screen):
 def test_machines_get_json_lines(capsys):
     with run_progress(as_json=True) as progress:
         progress.calibration(STEP)
-        assert progress.packing is None
+        assert progress.packing is unwatched
     with asking(as_json=True) as show:
         show(ASKED)
     out, said = capsys.readouterr()
@@ -128,7 +129,7 @@ def test_other_processes_are_silent(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert (place_of_process().rank, place_of_process().size) == (3, 8)
     with run_progress(as_json=False) as progress:
-        assert progress.calibration is None and progress.packing is None
+        assert progress.calibration is None and progress.packing is unwatched
 
 
 def test_a_log_of_an_evaluation_has_few_lines(screen):

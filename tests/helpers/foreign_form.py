@@ -65,8 +65,9 @@ autoround = partial(packed, SAID["auto-round"], "gptq")
 def autoround_block(model: str) -> Checkpoint:
     """As AutoRound 0.16.1 rounds GLM's block: all of it, whatever vLLM builds plain."""
     routers = {f"model.layers.{layer}.mlp.gate": {"bits": 16} for layer in range(4)}
-    said = {"block_name_to_quantize": ["model.layers"], "extra_config": routers}
-    checkpoint = autoround(model, "W4A16", **said)
+    checkpoint = autoround(
+        model, "W4A16", block_name_to_quantize=["model.layers"], extra_config=routers
+    )
     whole = r"(.*layers\.3\.(eh_proj|embed_tokens|shared_head\.head))\.weight"
     for name, (_, (rows, columns)) in checkpoint.take(whole).items():
         for leaf, spec in leaves_of(rows, columns, "gptq").items():

@@ -57,8 +57,7 @@ def place(tmp_path_factory):
             data[start:] = random.integers(0x38, 0x40, data.size - start, np.uint8)
             for name, spec in json.loads(bytes(data[8:start])).items():
                 if name.endswith(".qzeros"):  # those of symmetric integers
-                    first, last = spec["data_offsets"]
-                    data[start + first : start + last] = 0x88
+                    data[start:][slice(*spec["data_offsets"])] = 0x88
         return folder
 
     return scattered
