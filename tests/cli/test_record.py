@@ -104,7 +104,7 @@ def test_results_of_other_bytes_are_refused_before_the_work(tmp_path):
     (folder / "generation_config.json").write_text("{}")
     done = keepmtp(f"check {folder} --record")
     assert done.returncode == 2 and done.stdout == "" and not (evidence / JSON_FILE).exists()
-    assert "serve.json: must be measured on the same bytes" in done.stderr
+    assert "eval.json: must be measured on the same bytes" in done.stderr
     assert "Remove it, and measure" in done.stderr
     for name in ("serve", "eval"):
         file_of(evidence, name).unlink()
