@@ -175,7 +175,8 @@ def _transposed(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     scales = parts.get("scales")
     form: Form = "unknown"
     shape = packed
-    if scales is not None and len(packed) == len(scales.shape) == 2 and scales.shape[1]:
+    has_rows = len(packed) == 2 and packed[0] > 0
+    if has_rows and scales is not None and len(scales.shape) == 2 and scales.shape[1]:
         outputs = scales.shape[1]
         if packed[1] * 8 == outputs:
             form = "awq"

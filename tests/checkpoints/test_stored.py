@@ -37,6 +37,7 @@ def test_transposed_weights_have_the_shape_of_the_matrix():
 
 def test_a_weight_without_scales_is_of_no_form():
     assert weight_of(qweight=(K, N // 8)).form == "unknown"
+    assert weight_of(qweight=(0, N), scales=(GROUPS, N)).form == "unknown"
 
 
 def test_a_block_that_no_scale_shows_is_refused():

@@ -79,13 +79,13 @@ for word in ("w4a4_mxfp4", "w4a8_mxfp4", "wna16", "w8a8_fp8", "w8a8_int8", "w4a4
 for each in classes:
     each.__init__ = takes
 
-def ask_group(group, format, is_experts):
+def ask_group(raw, kind):
     try:
-        config = CompressedTensorsConfig.from_config({"format": format, "config_groups": {"": {"targets": ["Linear"], **group}}})
+        config = CompressedTensorsConfig.from_config(raw)
         scheme = config.target_scheme_map["Linear"]
-        if is_experts:
-            config.get_scheme_dict = lambda *_, **__: scheme | {"format": format}
-            return type(moe.CompressedTensorsMoEMethod.get_moe_method(config, MagicMock(), "experts")).__name__
+        if kind == 'experts':
+            config.get_scheme_dict = lambda *_, **__: scheme | {"format": raw["format"]}
+            return type(moe.CompressedTensorsMoEMethod.get_moe_method(config, MagicMock(), "experts")).__name__.replace("MoEMethod","")
         return type(config._get_scheme_from_parts(scheme["weights"], scheme["input_activations"])).__name__
     except (AssertionError, NotImplementedError, RuntimeError, ValueError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -149,11 +149,12 @@ def some_groups(rng: random.Random) -> list[Any]:
     said = TABLES["compressed-tensors"]
     groups = []
     for _ in range(3000):
-        group = {}
+        group: dict[str, Any] = {"targets": ["Linear"]}
         for kind in ("weights", "input_activations"):
             given = rng.choice(said[kind])
             group[kind] = given and without_none(given | some_keys("argument_changes", rng))
-        groups.append((group, rng.choice(said["formats"]), rng.random() < 0.5))
+        raw = {"config_groups": {"": group}, "format": rng.choice(said["formats"])}
+        groups.append((raw, rng.choice(["linear", "experts"])))
     return groups
 
 
@@ -211,14 +212,11 @@ def test_a_group_of_compressed_tensors_has_the_scheme_that_vllm_says(asked):
     """Of linear modules, and of experts."""
     forms = Counter[str]()
     down = VLLMName("model.layers.0.mlp.down_proj")
-    for (group, format, is_experts), theirs in asked["of groups"]:
-        kind = "experts" if is_experts else "linear"
-        shards = (down,) if is_experts else ()
-        raw = {"config_groups": {"": group | {"targets": ["Linear"]}}, "format": format}
-        answer = read_compressed_tensors(raw, Renamer()).resolve(down, shards=shards, kind=kind)
+    for (raw, kind), theirs in asked["of groups"]:
+        answer = read_compressed_tensors(raw, Renamer()).resolve(down, shards=[down], kind=kind)
         ours = form(answer.error or answer.built)
-        wanted = TABLES["forms"].get(theirs.replace("MoEMethod", ""), ("raises", "unknown"))
-        assert ours in wanted, (group, format, is_experts, theirs, ours)
+        wanted = TABLES["forms"].get(theirs, ("raises", "unknown"))
+        assert ours in wanted, (raw, kind, theirs, ours)
         forms[ours] += 1
     assert len(forms) == 10 and forms["raises"] > 2 * forms["unknown"] > 0, forms
 
