@@ -440,11 +440,11 @@ def _opened(
             unindexed |= headers[file].entries
     for name in entries.keys() & unindexed.keys():
         del unindexed[name]
-    cure = "Download the shard again"
-    if entries.keys() - weight_map.keys():
-        cure = f"Remove {INDEX}, which is of other tensors"
     for name, file in weight_map.items():
         if HFName(name) not in headers[file].entries:
+            cure = "Download the shard again"
+            if entries.keys() - weight_map.keys():
+                cure = f"Remove {INDEX}, which is of other tensors"
             raise CheckpointError(
                 f"{where}/{file}",
                 f"must hold {name}, which the index lists there",
