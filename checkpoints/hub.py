@@ -27,7 +27,6 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ..recipes.errors import KeepMTPError, NoCheckpointError, RecipeError
-from ..recipes.frozen import Advance, nowhere
 from .hub_client import BUSY, PATIENCE, HubError, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
@@ -186,7 +185,6 @@ def read_range(
     start: int,
     into: memoryview,
     may_end: bool = False,
-    arrived: Advance = nowhere,
 ) -> int:
     """Fill `into` with a file's bytes from `start` on; returns the size of the whole file.
 
@@ -197,7 +195,6 @@ def read_range(
         start: counted from the file's first byte.
         into: as long as what is wanted.
         may_end: the file may end before `into` does.
-        arrived: called with the number of bytes, whenever that many more are there.
 
     Raises:
         NoCheckpointError: the Hub does not have it, sends something else, or brings nothing in five
@@ -217,7 +214,6 @@ def read_range(
                     into[: len(part)] = part
                     into = into[len(part) :]
                     start += len(part)
-                    arrived(len(part))
                     failures = 0
                     if not into:
                         return size

@@ -27,9 +27,9 @@ from .progress import bytes_bar, live_line
 from .tables import answer, tell
 
 if TYPE_CHECKING:
-    from ..cure.block import MTPBlock
     from ..cure.fix import Outcome
     from ..cure.rewritten import Judged, Rewritten
+    from ..quantize.plan.plan import Plan
 
 
 # Of the lines of a diff, by how they begin.
@@ -171,13 +171,13 @@ def _changes(outcome: "Outcome", written: "Rewritten | None") -> Json:
         "new": [],
         "kept": 0,
     }
-    if outcome.block is not None:
-        plan = outcome.block.plan
+    plan = outcome.block
+    if plan is not None:
         value["block"] = {
             "source": {"name": plan.source.where, "revision": plan.source.revision},
             "mtp": plan.recipe.mtp,
             "tensors": plan.num_outputs,
-            "bytes": {"read": outcome.block.num_bytes_read, "written": plan.num_bytes_after},
+            "bytes": {"read": plan.num_bytes_before, "written": plan.num_bytes_after},
             "shards": [shard.file for shard in plan.shards],
         }
     if written is not None:
@@ -202,14 +202,13 @@ def _notes(outcome: "Outcome", written: "Rewritten | None", cures: Iterable[str]
         yield "nothing to change: there is no finding that fix can cure"
 
 
-def _foreseen(block: "MTPBlock") -> Iterator[str]:
+def _foreseen(plan: "Plan") -> Iterator[str]:
     """What will be read and written of the release."""
-    plan = block.plan
     forms = set[str]()
     for tensor in plan.tensors:
         if len(tensor.shape) >= 2:
             forms.add(tensor.scheme or "plain")
     files = ", ".join(shard.file for shard in plan.shards)
-    read = size_in_words(block.num_bytes_read)
+    read = size_in_words(plan.num_bytes_before)
     yield f"read: {read} of {plan.source.where}, the MTP block alone"
     yield f"write: {size_in_words(plan.num_bytes_after)} in {files}: {', '.join(sorted(forms))}"

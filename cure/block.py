@@ -1,7 +1,7 @@
 """`keepmtp fix --from`: the MTP block of the release, in place of one that is lost or broken.
 
-In: the checkpoint's check, the opened release, and a word for the block. Out: an `MTPBlock`; and in
-the proposal, the checkpoint with it.
+In: the check of the checkpoint, the opened release, and a word for the block. Out: the plan of the
+block; and in the proposal, the checkpoint with it.
 
 The packing is that of `keepmtp quantize`. What the new checkpoint will be is checked from headers
 before a byte is written. Only the block's tensors are read, from a Hub repository by range
@@ -11,15 +11,10 @@ Easy to get wrong: vLLM reads whole files that the index names, so tensors of an
 leave their files.
 """
 
-import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
-from threading import Lock
 
 from ..checkpoints.dialects.choose import UNQUANTIZED
 from ..checkpoints.dialects.compressed_tensors import CompressedTensors
@@ -27,12 +22,9 @@ from ..checkpoints.dialects.dialect import UnknownDialect
 from ..checkpoints.dialects.fp8 import Fp8
 from ..checkpoints.dialects.runtime_view import RuntimeView
 from ..checkpoints.dialects.said import say_what_is_stored
-from ..checkpoints.files import WORK, refuse_strange, within, write_at
-from ..checkpoints.hub import AT_A_TIME, read_range
-from ..checkpoints.identity import states_of
 from ..checkpoints.mtp_source import mtp_keys
 from ..checkpoints.proposal import CONFIG, Proposal
-from ..checkpoints.safetensors_file import Entry, total_bytes
+from ..checkpoints.safetensors_file import Entry, read_header
 from ..checkpoints.source import Source, refuse_changed_files
 from ..checkpoints.source_of import refuse_another_model
 from ..quantize.plan.mtp_alone import plan_mtp_alone
@@ -41,83 +33,14 @@ from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
-from ..recipes.frozen import Advance, Bar
-from ..validate.check import reading
+from ..recipes.frozen import Bar
 from ..validate.check.check import Checked, examine
 from ..validate.check.values import check_values
 
 _ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
 
 
-@dataclass(frozen=True)
-class MTPBlock:
-    """What will be written of the release.
-
-    Attributes:
-        plan: of the block alone; its source is the release.
-    """
-
-    plan: Plan
-
-    @property
-    def entries(self) -> list[Entry]:
-        """The tensors of the release that the block is made from, in the order of the files."""
-        found = dict[HFName, Entry]()
-        for tensor in self.plan.tensors:
-            for name in tensor.inputs:
-                found[name] = self.plan.entries[name]
-        return sorted(found.values(), key=attrgetter("file", "start"))
-
-    @property
-    def num_bytes_read(self) -> int:
-        """Bytes of the release that are read; from the Hub, with the gaps between neighbours."""
-        return total_bytes(reading.joined(self.plan.source, self.entries))
-
-    @property
-    def num_bytes_on_disk(self) -> int:
-        """Bytes that are written, and kept until they are whole."""
-        if self.plan.source.folder is None:
-            return self.plan.num_bytes_after + self.num_bytes_read
-        return self.plan.num_bytes_after
-
-    def write(self, folder: Path, bar: Callable[[str], Bar]) -> None:
-        """Write its files into an unfinished folder; a run that was killed is continued.
-
-        Args:
-            folder: what is kept in its `.keepmtp` is still there when the command runs again.
-            bar: a bar for bytes, by what is done with them.
-
-        Raises:
-            CheckpointError: the block was never trained, a file ends early, or the release changed
-                meanwhile.
-        """
-        plan = self.plan
-        release = plan.source
-        if release.folder is None:
-            with bar("fetching")(self.num_bytes_read) as progress:
-                plan = replace(plan, source=_fetched(self, folder / WORK / "release", progress))
-        entries = {entry.name: entry for entry in self.entries}
-        block = RuntimeView.of(replace(plan.source, entries=entries, unindexed={}))
-        for found in check_values(block, "all", reading=bar("reading values")):
-            # A block of chance may be served by whoever measures it; but nobody wants it put into
-            # another checkpoint.
-            if found.severity == "error" or found.rule == "mtp-untrained":
-                raise CheckpointError(
-                    f"{release.where}: {found.where}",
-                    "the release's MTP block must hold what a trained model holds",
-                    got=found.says,
-                    cure="Download the release again; "
-                    "if its values stay so, nothing can draft with them",
-                )
-        with bar("packing")(plan.num_bytes_before) as progress:
-            write_shards(plan, folder, threads=os.cpu_count() or 1, progress=progress)
-        changed = f"Remove {folder}, and run the same command again"
-        refuse_changed_files(release, release.states, cure=changed)
-
-
-def put_block(
-    proposal: Proposal, checked: Checked, source: Source, mtp: str | None = None
-) -> MTPBlock:
+def put_block(proposal: Proposal, checked: Checked, source: Source, mtp: str | None = None) -> Plan:
     """Give a checkpoint the block of its release, and the lists that say so.
 
     Args:
@@ -183,7 +106,42 @@ def put_block(
     schemes = {tensor.module: tensor.scheme for tensor in plan.tensors}
     for _ in range(2):
         say_what_is_stored(readable(examine(proposal.outcome())), proposal, schemes)
-    return MTPBlock(plan)
+    return plan
+
+
+def write_block(plan: Plan, folder: Path, bar: Callable[[str], Bar]) -> None:
+    """Write the block's files into an unfinished folder; a run that was killed is continued.
+
+    Args:
+        plan: of the block alone; its source is the release.
+        folder: from `output.claimed`.
+        bar: a bar for bytes, by what is done with them.
+
+    Raises:
+        CheckpointError: the block was never trained, a file ends early, or the release changed
+            meanwhile.
+    """
+    release = plan.source
+    with bar("packing")(plan.num_bytes_before) as progress:
+        write_shards(plan, folder, threads=os.cpu_count() or 1, progress=progress)
+    entries = dict[HFName, Entry]()
+    for shard in plan.shards:
+        path = folder / shard.file
+        entries |= read_header(path, str(path)).entries
+    written = replace(release, folder=folder, entries=entries, unindexed={})
+    for found in check_values(RuntimeView.of(written), "all", reading=bar("reading values")):
+        # A block of chance may be served by whoever measures it; but nobody wants it put into
+        # another checkpoint.
+        if found.severity == "error" or found.rule == "mtp-untrained":
+            raise CheckpointError(
+                f"{release.where}: {found.where}",
+                "the release's MTP block must hold what a trained model holds",
+                got=found.says,
+                cure="Download the release again; "
+                "if its values stay so, nothing can draft with them",
+            )
+    changed = f"Remove {folder}, and run the same command again"
+    refuse_changed_files(release, release.states, cure=changed)
 
 
 def refuse_unbuilt(checked: Checked) -> None:
@@ -203,57 +161,6 @@ def refuse_unbuilt(checked: Checked) -> None:
                 got=each.says,
                 cure=f"{each.cure}, in {checked.data.path}",
             )
-
-
-def _fetched(block: MTPBlock, folder: Path, progress: Advance) -> Source:
-    """The release with the block's tensors in a folder of its own; what an earlier run brought
-    there is not asked for again.
-    """
-    source = block.plan.source
-    lines = folder / "ranges.jsonl"
-    lock = Lock()
-    refuse_strange(folder, below=True, is_alone=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    lines.touch()
-    done = set[tuple[str, int, int]]()
-    # A range counts as here once its line is in the list: a run that was killed asks only for what
-    # it had not yet.
-    for line in lines.read_text(encoding="utf-8").split("\n"):
-        with suppress(ValueError):  # a line that a kill cut in two is none
-            done.add((*json.loads(line),))
-    left = list[tuple[str, int, int]]()
-    for stretch in reading.joined(source, block.entries):
-        first = stretch.entries[0]
-        end = first.start + stretch.num_bytes
-        size = reading.PIECE_BYTES
-        for start in range(first.start, end, size):
-            piece = first.file, start, min(size, end - start)
-            if piece in done:
-                progress(piece[2])
-            else:
-                left.append(piece)
-
-    def bring(piece: tuple[str, int, int]) -> None:
-        file, start, num_bytes = piece
-        buffer = bytearray(num_bytes)  # one piece in memory for each connection
-        into = memoryview(buffer)
-        read_range(
-            source.where, file, commit=source.revision, start=start, into=into, arrived=progress
-        )
-        # A file of holes with the repository's name and offsets; its line follows its bytes.
-        descriptor = os.open(within(folder, file), os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            write_at(descriptor, buffer, start)
-        finally:
-            os.close(descriptor)
-        with lock, open(lines, "a", encoding="utf-8") as written:
-            written.write(f"\n{json.dumps(piece)}")
-
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        for _ in pool.map(bring, left):
-            pass
-    files = {entry.file for entry in block.entries}
-    return replace(source, folder=folder, states=states_of(folder, files))
 
 
 def readable(checked: Checked) -> RuntimeView:

@@ -25,7 +25,7 @@ from .fixes import Faulty
 from .rewritten import Rewritten, rewrite
 
 if TYPE_CHECKING:
-    from .block import MTPBlock
+    from ..quantize.plan.plan import Plan
 
 Fix = Callable[[Faulty], None]
 _MAX_ROUNDS = 6
@@ -66,13 +66,13 @@ class Outcome:
         before: the check of the checkpoint as it is.
         after: the check of what it would be.
         proposal: the changes.
-        block: of the release, where it is asked for.
+        block: the plan of the release's, where it is asked for.
     """
 
     before: Checked
     after: Checked
     proposal: Proposal
-    block: "MTPBlock | None" = None
+    block: "Plan | None" = None
 
     @property
     def changes(self) -> bool:
@@ -131,7 +131,7 @@ def write(
 
     Raises:
         RecipeError: nothing would change, or OUT cannot be written.
-        CheckpointError: see `MTPBlock.write`.
+        CheckpointError: see `block.write_block`.
     """
     proposal = outcome.proposal
     if not outcome.changes:

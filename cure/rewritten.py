@@ -49,7 +49,7 @@ from ..validate.check.check import Checked, examine
 from ..validate.facts.dry_load import GPU
 
 if TYPE_CHECKING:
-    from .block import MTPBlock
+    from ..quantize.plan.plan import Plan
 
 _PART = 64 << 20
 GPUS: tuple[GPU, ...] = ("sm100",)
@@ -84,7 +84,7 @@ def rewrite(
     proposal: Proposal,
     out: Path,
     *,
-    block: "MTPBlock | None" = None,
+    block: "Plan | None" = None,
     bar: Callable[[str], Bar] = lambda label: unwatched,
 ) -> Rewritten:
     """Write the new folder; a killed run is continued by the same call, with the same bytes.
@@ -92,7 +92,7 @@ def rewrite(
     Args:
         proposal: what it would be.
         out: where; nothing may be there.
-        block: of the release, whose shards are written too.
+        block: the plan of the release's, whose shards are written too.
         bar: a bar for bytes, by what is done with them.
 
     Raises:
@@ -112,8 +112,8 @@ def rewrite(
     parts = [__version__, *_states(source), small]
     num_bytes = sum(map(len, small.values())) + sum(map(total_bytes, again.values()))
     if block is not None:
-        parts += [block.plan.recipe.mtp, *_states(block.plan.source)]
-        num_bytes += block.num_bytes_on_disk
+        parts += [block.recipe.mtp, *_states(block.source)]
+        num_bytes += block.num_bytes_after
     text = "\0".join(map(repr, parts))
     stamp = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
     was_there = stamp_of(out) == stamp
@@ -136,7 +136,9 @@ def rewrite(
         # New shards first, while the folder has no links; a file that is changed is made anew under
         # OUT.partial, and never opened where it was.
         if block is not None:
-            block.write(partial, bar)
+            from .block import write_block  # imports torch
+
+            write_block(block, partial, bar)
         for name, entries in again.items():
             with making(within(partial, name)) as path:
                 _write_shard(path, entries, source)

@@ -80,7 +80,7 @@ def test_modelopt_releases_that_dropped_theirs(model, form, tmp_path):
     with pytest.raises(
         RecipeError, match="a packed MTP block is written in compressed-tensors only"
     ):
-        proposed(made.proposal.source, release=made.block.plan.source, mtp="FP8_DYNAMIC")
+        proposed(made.proposal.source, release=made.block.source, mtp="FP8_DYNAMIC")
 
 
 def test_an_entry_for_the_backbone_and_the_block_is_narrowed(tmp_path):
@@ -103,7 +103,7 @@ def test_an_entry_for_the_backbone_and_the_block_is_narrowed(tmp_path):
 def test_native_fp8_takes_the_releases_own_bytes(tmp_path):
     made = grafted(tmp_path / "v3", "deepseek-r1", native_bf16_mtp())
     assert errors(made) == [], "entries for the plain block of the old config are gone"
-    names = {output.name for tensor in made.block.plan.tensors for output in tensor.outputs}
+    names = {output.name for tensor in made.block.tensors for output in tensor.outputs}
     assert "model.layers.3.self_attn.o_proj.weight_scale_inv" in names
     plain = grafted(tmp_path / "plain", "deepseek-r1", native_bf16_mtp(), mtp="bf16")
     assert errors(plain) == []
