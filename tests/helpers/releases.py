@@ -20,7 +20,7 @@ from keepmtp.recipes.find import named_file
 from keepmtp.recipes.model_file import model_files
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import num_bytes
-from layouts import MODELS, TABLES, TINY, Config, Tensors, build
+from layouts import MODELS, NARROW, TABLES, TINY, Config, Tensors, build
 
 SHARD_BYTES = 5_000_000_000
 # One half in the bytes of a dtype: a value that no norm starts its training with.
@@ -46,12 +46,10 @@ def source_layout(
     """
     config = json.loads(json.dumps(MODELS[model]))
     if size != "full":
+        _update(config, _known(config, NARROW))
         _update(config, TINY[config["model_type"]])
     if size == "split":
-        nested = {
-            key: _known(value, SPLIT) for key, value in config.items() if isinstance(value, dict)
-        }
-        _update(config, nested | _known(config, SPLIT))
+        _update(config, _everywhere(config, SPLIT))
     _update(config, changes or {})
     return config, build(config["model_type"], config, TABLES[config["model_type"]])
 
@@ -64,13 +62,8 @@ def thin_layout(model: str, num_experts: int = 2) -> tuple[Config, Tensors]:
     depth["layer_group_size"] = 2
     experts = {"num_experts_per_tok": 2}
     experts |= dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), num_experts)
-    config = MODELS[model]
-    changes = {
-        key: _known(value, depth | experts)
-        for key, value in config.items()
-        if isinstance(value, dict)
-    }
-    return source_layout(model, size="full", changes=changes | _known(config, depth | experts))
+    changes = _everywhere(MODELS[model], depth | experts)
+    return source_layout(model, size="full", changes=changes)
 
 
 def write_checkpoint(
@@ -133,7 +126,19 @@ def _update(config: Config, changes: Mapping[str, Any]) -> None:
 
 
 def _known(config: Config, changes: Config) -> Config:
-    return {key: value for key, value in changes.items() if key in config}
+    """Those of the changes whose keys the config has, in the parts that they are for."""
+    found = {}
+    for key in changes.keys() & config.keys():
+        found[key] = changes[key]
+        if isinstance(changes[key], dict):
+            found[key] = _known(config[key], changes[key])
+    return found
+
+
+def _everywhere(config: Config, changes: Config) -> Config:
+    """Those of the changes whose keys the config or a part of it has."""
+    parts = {key: _known(part, changes) for key, part in config.items() if isinstance(part, dict)}
+    return parts | _known(config, changes)
 
 
 def _cut(tensors: Tensors, shard_bytes: int) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Layouts of released checkpoints, a file a family; new ones are found by themselves.
 
 `<model_type>.yaml` has `models` (name -> config.json as published, but long lists by `runs`), `tiny` (model_type -> the sizes
-that make it tiny), `published` (name -> what else is known, `Published`) and `tables`
+that make it tiny, where `narrow` in common.yaml says others), `published` (name -> what else is known, `Published`) and `tables`
 (`build`), of which those with a model_type for a name are its tensors. common.yaml has
 tables that all may use. Names come from published indexes or from transformers' save_pretrained,
 never from keepmtp's tables or vLLM's parameters.
@@ -140,7 +140,9 @@ def _spelled(tree: Any) -> Any:
     return items
 
 
-COMMON = load_shipped(Path(__file__).with_name("common.yaml"))["tables"]
+_raw = load_shipped(Path(__file__).with_name("common.yaml"))
+COMMON = _raw["tables"]
+NARROW = _raw["narrow"]
 for _path in sorted(Path(__file__).parent.glob("*.yaml")):
     _raw = load_shipped(_path)
     MODELS |= _spelled(_raw["models"])
