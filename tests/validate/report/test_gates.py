@@ -122,22 +122,9 @@ def test_nothing_measured_says_what_to_run():
         assert found[gate].says.startswith(says)
 
 
-def test_a_good_checkpoint_passes_with_its_figures():
+def test_a_good_checkpoint_passes():
+    """With figures, which are in tests/printed/card.md."""
     assert {reason.verdict for reason in GOOD.values()} == {"pass"}
-    assert GOOD["findings"].says == "No error in config.json and the headers."
-    assert GOOD["loads"].says == (
-        "vLLM's own classes take every tensor on sm100 (B200) at TP 1. Its own bytes were served."
-    )
-    assert GOOD["acceptance"].says == (
-        "On 1,319 questions of gsm8k with k=3: 79.33 % of 120,000 drafted tokens accepted, 79.33 % "
-        "of the source's. That is 100.00 % of it, at least 99.40 % at 95 % confidence (one-sided, "
-        "Clopper-Pearson, a draft as one trial); at least 97.00 % is asked for."
-    )
-    assert GOOD["gsm8k"].says == (
-        "gsm8k, flexible-extract: 68.92 % of 1,319 questions, the source 68.99 % (right in the "
-        "source alone 10, in the checkpoint alone 9): a drop of 0.08 points, at most 0.7 points at 95 % "
-        "confidence (one-sided, Clopper-Pearson, paired); at most 2 points is asked for."
-    )
 
 
 MENDED = FAILED.model_copy(update={"cures": ("step.layer_types", "heads.a")})
@@ -159,7 +146,7 @@ NEWER_REFUSES = checked(CAST, dry=(FAILED, LOADED.model_copy(update=OLDER)))
             checked(dry=(LOADED, FAILED)),
             "loads",
             "regression",
-            "A dry load fails on sm90 (H100, H200) at TP 1: eh_proj: vLLM stops: KeyError.",
+            "(H100, H200) at TP 1: eh_proj: vLLM stops:",
         ),
         (
             checked(CAST, dry=(SILENT,)),
@@ -171,8 +158,7 @@ NEWER_REFUSES = checked(CAST, dry=(FAILED, LOADED.model_copy(update=OLDER)))
             checked(CAST, dry=(MENDED,)),
             "loads",
             "pass",
-            "vLLM's own classes take every tensor on sm90 (H100, H200) at TP 1, with keepmtp's cures "
-            "step.layer_types and heads.a.",
+            "with keepmtp's cures step.layer_types and heads.a.",
         ),
         (checked(CAST, dry=(MENDED, SILENT)), "loads", "regression", "fails on sm100 (B200) at TP"),
         (
@@ -181,7 +167,7 @@ NEWER_REFUSES = checked(CAST, dry=(FAILED, LOADED.model_copy(update=OLDER)))
             "pass",
             "vLLM 0.32.0 is the oldest that loads and drafts it, of 0.9.0 and 0.32.0.",
         ),
-        (NEWER_REFUSES, "loads", "regression", "fails on sm90 (H100, H200) at TP 1: eh_proj: vLLM"),
+        (NEWER_REFUSES, "loads", "regression", "(H100, H200) at TP 1: eh_proj: vLLM stops:"),
         (checked(dry=()), "loads", "not measured", "Not tried. `keepmtp check CHECKPOINT --gpu"),
     ],
 )
@@ -216,9 +202,7 @@ NEAR_TIE = (FAR.model_copy(update={"gap": 0.1}),)
             reports.served(is_dead=True),
             "acceptance",
             "regression",
-            "That is 0.13 % of it, at most 0.60 % at 95 % confidence (one-sided, Clopper-Pearson, "
-            "a draft as one trial); at least 97.00 % is asked for. Served was a BF16 copy of the "
-            "same weights: packed kernels and quantized activations were not tried.",
+            "is 0.13 % of it, at most 0.60 %",
         ),
     ],
 )
@@ -258,9 +242,7 @@ def test_drafts_are_trials(mine, theirs, of, title, says):
         (
             {"source": {"drafts": 0}},
             "not measured",
-            "The source has no MTP block and was served with MTP off, so there is nothing to "
-            "compare with: `keepmtp fix SOURCE --from RELEASE --out WHOLE` puts the block back, "
-            "and `keepmtp eval CHECKPOINT --source WHOLE` compares.",
+            "`keepmtp fix SOURCE --from RELEASE --out WHOLE` puts the",
         ),
         (
             {"source": {"shares": [0.0, 0.0, 0.0]}},
@@ -302,8 +284,7 @@ CLEAN, FAULTY, ONE = probe(), probe(SIXTEEN), probe(SIXTEEN[:1])
             ONE,
             ONE,
             "pass",
-            "1 answer of the checkpoint alone has a fault of characters (Greek), and 15 the other "
-            "way round (exact sign test: 1), no more than chance gives.",
+            "(Greek), and 15 the other way round (exact",
         ),
         (CLEAN, CLEAN, ONE, "pass", "1 answer with MTP on alone has a fault"),
         (
@@ -401,9 +382,7 @@ def test_confidence_and_filter_are_the_recipes(confidence, title, says):
             (30, 2),
             0,
             "regression",
-            "gsm8k: 32 of 1,319 greedy answers are another text with MTP on than off. Only without "
-            "drafting 30 are right by strict-match, only with it 2 (exact sign test: 2.5e-07), "
-            "beyond chance.",
+            "it 2 (exact sign test: 2.5e-07), beyond chance.",
         ),
         ((2, 30), 0, "regression", "2 are right by strict-match, only with it 30"),
         ((0, 0), 21, "regression", "Only without drafting 21 are with text, only with it 0 (exact"),
@@ -495,8 +474,7 @@ TWICE = {"k": 1, "rates": [2, 2]}
             {},
             1.0,
             "pass",
-            "One request at a time on NVIDIA H200 (140 GiB): k=3 is 1.82 times as fast as k=0, by "
-            "the repetitions 1.75 to 1.90 times; at least 1 times is asked for.",
+            "at least 1 times is asked for.",
         ),
         ({}, 1.8, "not measured", "The repetitions are too far apart to tell."),
         ({}, 2.0, "regression", "at least 2 times is asked for. No other k is faster."),
@@ -523,7 +501,7 @@ def test_speed(parts, least, title, says):
     assert loads in found["loads"].says
 
 
-LOWER = "It is a lower bound: 1.00 % of the source's probability lies on tokens that were compared"
+LOWER = "It is a lower bound: 1.00 % of"
 
 
 @pytest.mark.parametrize(
@@ -532,9 +510,7 @@ LOWER = "It is a lower bound: 1.00 % of the source's probability lies on tokens 
         (
             {"max_divergence": 0.02},
             "pass",
-            "On 4,000 tokens of held-out text 0.01 nats a token from the source, at most 0.0104 "
-            "nats at 95 % confidence (one-sided, over windows); at most 0.02 nats is asked for. "
-            + LOWER,
+            f"at most 0.02 nats is asked for. {LOWER}",
         ),
         ({"max_divergence": 0.005}, "regression", "at least 0.0096 nats"),
         (
@@ -545,8 +521,7 @@ LOWER = "It is a lower bound: 1.00 % of the source's probability lies on tokens 
         (
             {"max_flips": 0.03},
             "pass",
-            "The first choice is another at 1.98 % of the tokens, at most 2.38 % at 95 % "
-            "confidence (one-sided, Clopper-Pearson, as 4,000 independent tokens); at most 3.00 %",
+            "at most 2.38 % at 95 % confidence",
         ),
         ({"max_flips": 0.01}, "regression", "at least 1.62 %"),
         ({"max_flips": 0.0199}, "not measured", "it would be a pass with about 2,348,323"),
