@@ -56,7 +56,7 @@ def _of_files(case: Case, room: Path, before: dict[str, object]) -> list[str]:
     changed = [path for path in {*before, *after} if before.get(path) != after.get(path)]
     may = [f"{case.name}/{own}" for own in case.writes]
     for folder in (case.name, f"{case.name}/NAME"):
-        may += [f"{Path(folder)}{end}" for end in (".out", ".page", ".card", ".report")]
+        may += [f"{Path(folder)}{end}" for end in (".out", ".card", ".report")]
     faults = [f"writes {path!a}" for path in changed if not path.startswith((*may, "out"))]
     for path in changed:
         file = room / path
