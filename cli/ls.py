@@ -24,7 +24,7 @@ from .options import JsonOption
 COLUMNS = {
     "models": ("recipe", "default", "batches", "what"),
     "schemes": ("scheme", "bits", "batches", "what"),
-    "families": ("family", "plan", "check", "backbone", "mtp", "proof"),
+    "families": ("family", "backbone", "mtp", "proof"),
 }
 _TITLES = {
     "models": "models (default: what the bare model name means)",
@@ -159,14 +159,11 @@ def _families() -> list[Json]:
             names += " with DSpark"
         row = {
             "family": names,
-            "plan": "yes",
-            "check": "yes",
             "backbone": "yes",
             "mtp": "yes",
             "proof": support.proof,
             "why_not_backbone": support.backbone,
             "why_not_mtp": support.mtp,
-            "what": family.notes,
         }
         if support.backbone:
             row["backbone"] = "no"

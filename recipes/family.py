@@ -433,7 +433,6 @@ class Family:
         dspark: the table of those releases whose block is DSpark's stages; None where vLLM has no
             such draft.
         pipeline: vLLM drafts with a pipeline's stages, also where the block has no embedding.
-        notes: one line that a person should know, shown by `keepmtp ls families`.
     """
 
     model_type: str
@@ -479,4 +478,3 @@ class Family:
     reasoning_parser: str = ""
     dspark: "Family | None" = None
     pipeline: bool = True
-    notes: str = ""
