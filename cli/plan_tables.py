@@ -27,11 +27,9 @@ from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.write.refusals import not_installed, refusals
 from ..recipes import tensor_parallel
 from ..recipes.errors import counted, printable, size_in_words
-from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.frozen import Json
 from ..recipes.model_file import find_path
 from ..recipes.runtimes.vllm import NEWEST, minor
-from ..recipes.schema import AUTO, candidates_for
 from ..recipes.schemes import SCHEMES
 from ..validate.facts.vllm_env import gpus_here
 from ..validate.measure.room import least_gpus
@@ -101,13 +99,10 @@ def _parts(
         yield f"Budget {search['budget']}: a search chooses the words of {search['units']} units:"
         for name, size in search["plans"].items():
             yield f"  {name:<12} {in_words(size)}"
-    planned = value["calibration"]
-    if planned:
-        assert made.recipe.calibration is not None
+    if made.needs_batches:
         yield ""
-        settings = made.recipe.calibration.model_dump(mode="json", exclude_defaults=True)
+        settings = made.calibration.model_dump(mode="json", exclude_defaults=True)
         yield f"calibration: {in_words(settings)}"
-        yield f"with it: {in_words(planned)}"
     yield ""
     yield from _served_by(made)
     yield ""
@@ -269,9 +264,7 @@ def _searched(plan: Plan) -> Json:
 
 
 def plan_json(plan: Plan) -> Json:
-    """A plan for machines: totals, rows by module group, the quantization_config, and the
-    calibration.
-    """
+    """A plan for machines: totals, rows by module group, and the quantization_config."""
     config = config_of(plan)
     left = list(plan.source.left)
     if not plan.trust_remote_code:
@@ -289,7 +282,6 @@ def plan_json(plan: Plan) -> Json:
         "groups": plan_rows(plan),
         "quantization_config": config.value,
         **config.other_servers,
-        "calibration": will_do_json(plan),
     }
     for group, donor in plan.source.donors.items():
         given = {"bytes": plan.num_bytes_given[donor_files(group)]}
@@ -304,26 +296,6 @@ def plan_json(plan: Plan) -> Json:
 
 def _named(source: Source) -> Json:
     return {"name": source.where, "revision": source.revision}
-
-
-def will_do_json(plan: Plan) -> Json | None:
-    """The calibration of a plan, for machines; None without one. The dataset is in the recipe."""
-    recipe = plan.recipe
-    family = plan.view.family
-    if recipe.calibration is None or not plan.needs_batches:
-        return None
-    auto = recipe.mtp_auto
-    candidates = []
-    if auto is not None and recipe.mtp == AUTO:  # without the groups that the MTP block lacks
-        groups = {t.role for t in plan.mtp}.intersection(QUANTIZABLE_ROLES)
-        candidates = list(candidates_for(auto.candidates, groups))
-    return {
-        "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
-        "candidates": candidates,
-        "min_acceptance": auto and auto.min_acceptance,
-        "confidence": auto and recipe.gates.confidence,
-        "mtp_pass": {"possible": family.draft is not None, "why": family.no_draft},
-    }
 
 
 def commits_line(plan: Plan) -> str:

@@ -54,7 +54,6 @@ def test_a_plan_says_what_an_algorithm_rescales():
         "norm a vector; awq may rescale it",
         "vLLM builds the gate without a quantization config; awq may rescale it",
         "loads at TP 1; at 2, 4 with W4A16_G32",
-        "with it: tokens 4096, candidates none, mtp_pass possible yes",
     )
 
 
@@ -66,7 +65,6 @@ def test_a_plan_for_machines(tmp_path):
     here = dry.pop("needs")
     assert here["machine"].startswith("this machine's") and here["host_there"] > 0
     assert dry == {key: value for key, value in told.items() if key != "needs"}
-    assert json.loads(ran("plan tiny-glm4-moe --json"))["calibration"] is None
 
 
 def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
@@ -82,7 +80,6 @@ def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
     line = "plan mine.yaml --source source --gpu-memory h100"
     assert_shows(
         ran(line, cwd=tmp_path, status=2),
-        "mtp_pass possible no, why transformers has no class for Ling 2.5's layers",
         "MTP block cannot be calibrated: no class for model_type 'bailing_hybrid' in transformers",
         "Would be refused: ring-2.5-1t.nvfp4a16-fp8: an MTP block that is calibrated or chosen must "
         "be one that can be run; got bailing_hybrid: transformers has no class for Ling 2.5's "
