@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from .recipes.errors import KeepMTPError, RecipeError
 from .recipes.frozen import Say, silent
@@ -69,56 +69,24 @@ _TYPES = {
 }
 
 
-def load_recipe(
-    name: str | Path,
-    *,
-    scheme: str | None = None,
-    mtp: str | None = None,
-    calibration: str | None = None,
-) -> "Recipe":
-    """Read and validate a recipe.
+class RecipeChoices(TypedDict, total=False):
+    """What is chosen of a recipe.
 
-    Args:
-        name: a model's name, a recipe's full name, or a recipe file.
+    Attributes:
         scheme: another variant of the model, or one scheme for every quantized group.
         mtp: what becomes of the MTP block: source, bf16, auto, or a scheme.
         calibration: the name of a calibration block, for a scheme that needs batches.
-
-    Raises:
-        KeepMTPError: there is no such recipe, or it has a value that is not possible.
     """
-    from .recipes.find import find_recipe
-
-    _refuse_other("name", name)
-    return find_recipe(str(name), scheme=scheme, mtp=mtp, calibration=calibration)[0]
-
-
-class ModelChoices(TypedDict, total=False):
-    """What is chosen of a recipe, as for `load_recipe`."""
 
     scheme: str | None
     mtp: str | None
     calibration: str | None
 
 
-def plan(
-    model: str | Path,
-    *,
-    source: str | None = None,
-    mtp_source: str | None = None,
-    requantize: bool = False,
-    changes: Sequence[str] | None = None,
-    draft_for: str | None = None,
-    changed_only: bool = False,
-    trust_remote_code: bool = False,
-    **choices: Unpack[ModelChoices],
-) -> "Plan":
-    """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is
-    written.
+class PlanChoices(RecipeChoices, total=False):
+    """What is chosen of a plan.
 
-    Args:
-        model: as for `load_recipe`; or a checkpoint without a recipe: a folder, a Hub id, the
-            address of its page.
+    Attributes:
         source: folder or Hub id of the released checkpoint; default the recipe's.
         mtp_source: folder or Hub id of the MTP block, for a release that has none; default the
             recipe's.
@@ -128,7 +96,41 @@ def plan(
             a draft for it.
         changed_only: of a repository of the Hub, only the files that change are read and written.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
-        choices: see `ModelChoices`.
+    """
+
+    source: str | None
+    mtp_source: str | None
+    requantize: bool
+    changes: Sequence[str] | None
+    draft_for: str | None
+    changed_only: bool
+    trust_remote_code: bool
+
+
+def load_recipe(name: str | Path, **choices: Unpack[RecipeChoices]) -> "Recipe":
+    """Read and validate a recipe.
+
+    Args:
+        name: a model's name, a recipe's full name, or a recipe file.
+        choices: see `RecipeChoices`.
+
+    Raises:
+        KeepMTPError: there is no such recipe, or it has a value that is not possible.
+    """
+    from .recipes.find import find_recipe
+
+    _refuse_other("name", name)
+    return find_recipe(str(name), **choices)[0]
+
+
+def plan(model: str | Path, **choices: Unpack[PlanChoices]) -> "Plan":
+    """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is
+    written.
+
+    Args:
+        model: as for `load_recipe`; or a checkpoint without a recipe: a folder, a Hub id, the
+            address of its page.
+        choices: see `PlanChoices`.
 
     Raises:
         KeepMTPError: the recipe does not fit the checkpoint, or the checkpoint cannot be read.
@@ -136,17 +138,7 @@ def plan(
     from . import pipeline
 
     _refuse_other("model", model)
-    made, recipe_text = pipeline.plan_for(
-        str(model),
-        source=source,
-        mtp_source=mtp_source,
-        requantize=requantize,
-        changes=changes,
-        draft_for=draft_for,
-        changed_only=changed_only,
-        trust_remote_code=trust_remote_code,
-        **cast("dict[str, str | None]", choices),
-    )
+    made, recipe_text = pipeline.plan_for(str(model), **choices)
     return replace(made, recipe_text=recipe_text)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -89,7 +89,7 @@ def plan_for(
     draft_for: str | None = None,
     changed_only: bool = False,
     trust_remote_code: bool = False,
-    **choices: str | None,
+    **choices: Any,
 ) -> tuple[Plan, str]:
     """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
 
