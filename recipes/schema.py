@@ -35,7 +35,7 @@ from .blocks import (
     words_of,
 )
 from .budget import Budget, read_budget
-from .conventions import ALGORITHMS, Format
+from .conventions import Format
 from .errors import RecipeError, allowed_words, cure_of_key, did_you_mean, folded, plain_rule
 from .family import TABLE_ROLES
 from .frozen import Json, Raw
@@ -261,10 +261,6 @@ class Recipe(Frozen):
             )
         yield from self._against_search()
         words = sorted(self.decisions() & SCHEMES.keys())
-        wordless = {*words} - ALGORITHMS.keys()
-        if self.format == "modelopt" and wordless:
-            cure = "Use one of these: vLLM loads no other of modelopt's; or remove format"
-            yield f"format: modelopt is for {', '.join(ALGORITHMS)}", ", ".join(wordless), cure
         if self.format == "fp8" and self.backbone and not self.keeps_config:
             cure = "Remove format: FP8_BLOCK stores the same numbers"
             yield "format: fp8 is for a draft alone", "a backbone", cure
@@ -385,7 +381,7 @@ class Recipe(Frozen):
         is_searched = self.is_searched and scheme is None
         changed["mtp_auto"] = None
         if changed.get("mtp", self.mtp) == AUTO and not is_searched:
-            changed["mtp_auto"] = self.mtp_auto or _auto_in(changed.get("format", self.format))
+            changed["mtp_auto"] = self.mtp_auto or DEFAULT_AUTO
         if calibration is not None:
             changed["calibration"] = calibration
         made = self.model_copy(update=changed | {"variant": variant})
@@ -405,17 +401,6 @@ class Recipe(Frozen):
             or self.kv_cache is not None
             or bool(self.calibrated_schemes())
         )
-
-
-def _auto_in(format: Format) -> MtpAuto:
-    """What `--mtp auto` tries in a format, which has no word for some of the schemes."""
-    if format != "modelopt":
-        return DEFAULT_AUTO
-    spoken = list[Candidate]()
-    for candidate in DEFAULT_AUTO.candidates:
-        if words_of(candidate) & SCHEMES.keys() <= ALGORITHMS.keys():
-            spoken.append(candidate)
-    return DEFAULT_AUTO.model_copy(update={"candidates": tuple(spoken)})
 
 
 _PARTS: Mapping[str, type[BaseModel]] = {

@@ -72,10 +72,6 @@ def test_a_budget_without_a_unit_is_refused(written):
         ),
         ({"backbone_auto": {"candidates": ["NVFP5"]}}, "Did you mean NVFP4?"),
         ({"backbone_auto": {"candidates": ["NVFP4"], "tokns": 1}}, "Did you mean tokens?"),
-        (
-            {"format": "modelopt", "backbone_auto": {"candidates": ["W4A16"]}},
-            "format: modelopt is for",
-        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(changes, says):
