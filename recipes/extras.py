@@ -43,27 +43,23 @@ def missing(extra: str) -> list[str]:
     return sorted(absent)
 
 
-def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
+def require_extra(where: object, extra: str) -> None:
     """Refuse if a package is missing.
 
     Args:
         where: the job that needs the extra.
         extra: name of the extra.
-        otherwise: what is possible without it, as words after "or".
 
     Raises:
         RecipeError: names the missing packages and the command that installs them.
     """
     absent = missing(extra)
     if absent:
-        cure = f"Run {install_command(extra)}"
-        if otherwise:
-            cure += f", or {otherwise}"
         raise RecipeError(
             where,
             f"needs keepmtp's `{extra}` extra",
             got=f"no {' and no '.join(absent)}",
-            cure=cure,
+            cure=f"Run {install_command(extra)}",
         )
 
 

@@ -210,30 +210,6 @@ def choose(
     return changed, text
 
 
-def data_free_alternative(recipe: Recipe) -> str:
-    """What to give as `--scheme` for the nearest recipe of the same model that needs no batches."""
-    wanted = dict(recipe.backbone)
-    for group, word in recipe.backbone.items():
-        if word in SCHEMES and SCHEMES[word].data_free:
-            wanted[group] = SCHEMES[word].data_free
-    nearest = ""
-    most = -1  # groups with the wanted word
-    if recipe.model in _shipped_files():
-        file = _shipped_file(recipe.model)
-        for variant in file.flat:
-            other = file.recipe(variant)
-            in_common = len(other.backbone.items() & wanted.items())
-            if other.calibration is None and in_common > most:
-                nearest = variant
-                most = in_common
-    if nearest:
-        return nearest
-    for name in recipe.calibrated_schemes():
-        if SCHEMES[name].data_free:
-            return SCHEMES[name].data_free
-    return "W4A16"
-
-
 def unknown_model(name: str) -> RecipeError:
     """The refusal of a MODEL that is nothing keepmtp knows."""
     rule = "must be a model's name, a recipe file, a folder with config.json, or a Hub id ORG/NAME"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from ...recipes.errors import RecipeError, size_in_words
 from ...recipes.families import why_not_calibrated
-from ...recipes.find import data_free_alternative
 from ...recipes.frozen import frozen
 from ..plan.plan import Plan
 from .cards import GPU, card_of
@@ -171,7 +170,7 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
     count.
 
     Raises:
-        RecipeError: names the station, and a scheme without batches.
+        RecipeError: names the station.
     """
     needs = needs_of(plan, machine)
     for what, station, needed, there in (
@@ -180,11 +179,10 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
     ):
         if needed is None or there is None or needed / SURE <= there:
             continue
-        instead = data_free_alternative(plan.recipe)
         raise RecipeError(
             plan.recipe.name,
             f"calibration must fit {what}: {station} needs {size_in_words(needed)}",
             got=size_in_words(there),
-            cure="Lower calibration.batch_size or calibration.sequence_length, use "
-            f"--scheme {instead}, which needs no batches, or take a machine with more",
+            cure="Lower calibration.batch_size or calibration.sequence_length, use a variant "
+            "without batches (`keepmtp ls`), or take a machine with more",
         )

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ...recipes.errors import RecipeError
 from ...recipes.extras import require_extra
-from ...recipes.find import data_free_alternative
 from ..plan.own_code import refuse_no_draft, refuse_untrusted_code
 from ..plan.plan import Plan
 from ..plan.texts_here import refuse_texts
@@ -52,11 +51,7 @@ def _refuse_missing_extra(plan: Plan) -> None:
         extra = "calibrate"
         if plan.recipe.calibration is not None and plan.recipe.calibration.backend == "modelopt":
             extra = "modelopt"
-        require_extra(
-            f"calibration for {plan.recipe.name}",
-            extra,
-            otherwise=f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches",
-        )
+        require_extra(f"calibration for {plan.recipe.name}", extra)
     require_extra("packing weights", "quantize")
 
 

@@ -96,10 +96,10 @@ def test_what_is_missing_is_named_with_its_cure(monkeypatch):
 
     monkeypatch.setattr(extras, "version", version)
     with pytest.raises(RecipeError, match="got no datasets") as caught:
-        require_extra("here", "calibrate", otherwise="do without")
+        require_extra("here", "calibrate")
     assert str(caught.value) == (
         "here: needs keepmtp's `calibrate` extra; got no datasets. "
-        f"Run {sys.executable} -m pip install 'keepmtp[calibrate]', or do without."
+        f"Run {sys.executable} -m pip install 'keepmtp[calibrate]'."
     )
     require_extra("here", "quantize")
 

@@ -21,7 +21,6 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import (
-    data_free_alternative,
     find_recipe,
     read_file,
 )
@@ -252,23 +251,6 @@ def test_summaries_are_short_and_every_model_has_a_data_free_recipe():
         assert len(recipe.summary) <= 120 and not recipe.summary.endswith(".")
         assert ("no calibration" in recipe.summary) <= (recipe.calibration is None)
         assert recipe.model in data_free
-
-
-@pytest.mark.parametrize("name", [name for name in SHIPPED if "nvfp4-fp8" in name])
-def test_the_data_free_alternative_exists_and_is_the_nearest(name):
-    recipe, _ = find_recipe(name)
-    other, _ = find_recipe(recipe.model, scheme=data_free_alternative(recipe))
-    assert other.calibration is None
-    for group, word in recipe.backbone.items():
-        if word in SCHEMES:
-            word = SCHEMES[word].data_free or word
-        assert other.backbone[group] == word
-    assert other.mtp == recipe.mtp
-
-
-def test_the_data_free_alternative_where_no_recipe_is_one():
-    recipe = CALIBRATED.model_copy(update={"model": "of-my-own"})
-    assert data_free_alternative(recipe) == "NVFP4A16"
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("tiny-")])
