@@ -124,9 +124,7 @@ def table(model: str, part: str) -> dict[str, bool]:
 @pytest.mark.parametrize("part", ["backbone", "mtp"])
 @pytest.mark.parametrize("model", MODELS)
 def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accounts):
-    """Every name that vLLM asks about is in the table, and vLLM asks about every name that the
-    table says it does.
-    """
+    """vLLM asks about the names that the table says it asks about."""
     asked = questions(accounts[model, "bf16"], part)
     heads = set()
     matrices = set()
@@ -140,11 +138,11 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accoun
         else:
             matrices.add(each.prefix)
     ours = {name: asks for name, asks in table(model, part).items() if not is_head(model, name)}
-    assert matrices - set(ours) == set(), "vLLM asks about modules that the table does not know"
+    asks = {name for name in ours if ours[name]}
+    assert matrices <= asks, "vLLM asks about modules that the table does not know, or keeps plain"
     if view_of(model).layout.vision is not None:
         assert not {name for name in towers if ours.get(name) is False}, "it asks about a tower"
-    never_asked = {name for name, asks in ours.items() if asks} - matrices - towers
-    assert never_asked == set(), "the table has modules that vLLM never asks about"
+    assert asks <= matrices | towers, "the table has modules that vLLM never asks about"
     assert all(is_head(model, name) for name in heads - {""}), "a head under an unknown name"
 
 

@@ -34,21 +34,17 @@ class Published:
     source.
 
     Attributes:
-        draft_stem: prefix that vLLM constructs the tiny model's first draft layer with.
-        asks: what the draft asks the quantization config about: paths under `draft_stem`, or whole
-            where they start with one of `whole`; a space between two.
-        unasked: matrices that the draft builds without a quantization config, spelled the same way.
-        whole: prefixes of names that stand outside `draft_stem`.
+        asks: what vLLM's draft of the tiny model asks the quantization config about; a space between two. For the
+            releases alone whose draft tests/vllm/test_dry_names.py cannot build and ask.
+        unasked: matrices that this draft builds without a quantization config.
         num_mtp_layers: MTP layers on disk.
         num_mtp_weights: weights in the MTP block at full size, None where nobody published it.
         billions: parameters, MTP block included, in 1e9; None where nobody published it.
         unsaved: transformers has no class whose save_pretrained writes the published names.
     """
 
-    draft_stem: str
-    asks: str
+    asks: str = ""
     unasked: str = ""
-    whole: tuple[str, ...] = ("mtp.",)
     num_mtp_layers: int = 1
     num_mtp_weights: int | None = None
     billions: float | None = None
