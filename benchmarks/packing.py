@@ -56,8 +56,7 @@ def by_keepmtp(weights: Tensors, scheme: Scheme, search: str = "") -> tuple[floa
     outputs = {}
     start = time.process_time()
     for name, weight in weights.items():
-        importance = [torch.linspace(0.1, 10, weight.shape[1])]
-        packed = pack(scheme, [weight], search=search, importance=importance)[0]
+        packed = pack(scheme, [weight], search=search)[0]
         outputs |= {name.removesuffix("weight") + leaf: value for leaf, value in packed.items()}
     return time.process_time() - start, outputs
 

@@ -120,10 +120,9 @@ class Recipe(Frozen):
     # FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the
     # cache alone.
     kv_cache: Literal["FP8"] | None = None
-    # How scales of weights are chosen: `mse` takes those of least squared error, `imatrix` is `mse`
-    # with errors that count by the mean square of their input channels; null takes what the largest
-    # magnitude asks for.
-    search: Literal["mse", "imatrix"] | None = None
+    # How scales of weights are chosen: `mse` takes those of least squared error; null takes what
+    # the largest magnitude asks for.
+    search: Literal["mse"] | None = None
     # Weights that a tool has quantized may be rounded again, into another scheme.
     requantize: bool = False
     # How the result is scored: one protocol, or a list with one for each task;
@@ -236,8 +235,6 @@ class Recipe(Frozen):
         calibrated = {name for name in words & SCHEMES.keys() if SCHEMES[name].needs_calibration}
         if self.calibration is not None:
             calibrated |= words & REWRITES[self.calibration.algorithm]
-        if self.search == "imatrix":
-            calibrated |= words & SEARCHES["imatrix"]
         return sorted(calibrated)
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -286,10 +283,6 @@ class Recipe(Frozen):
             rule += " to nearest"
             got = f"calibration.algorithm {self.calibration.algorithm}, which has scales of its own"
             yield rule, got, "Remove search, or set algorithm: minmax"
-        if self.search == "imatrix" and self.is_searched:
-            rule = "search: imatrix must come with a word for every group"
-            cure = "Use search: mse, or imatrix in the recipe that is found, OUT/recipe.yaml"
-            yield rule, "backbone: auto", cure
         schemes = SEARCHES[self.search]
         if not self.is_searched and not schemes & self.decisions():
             rule = f"search: {self.search} must come with {', '.join(sorted(schemes))}"
@@ -302,7 +295,6 @@ class Recipe(Frozen):
                 f"mtp: {self.mtp}": self.measures_mtp,
                 "backbone: auto": self.is_searched,
                 f"kv_cache: {self.kv_cache}": self.kv_cache is not None,
-                "search: imatrix": self.search == "imatrix",
             }
             for what, is_reason in reasons.items():
                 if is_reason:

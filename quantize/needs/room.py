@@ -82,7 +82,6 @@ def calibration_bytes(plan: Plan) -> int:
     for tensor in plan.tensors:
         if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned:
             total += total_bytes(tensor.outputs)
-        total += total_bytes(tensor.importances)
     return total
 
 

@@ -31,8 +31,6 @@ class Chunk:
         values: BF16 or F32 [n, K], contiguous.
         out: the rows' slices of the outputs, by suffix.
         search: a key of `recipes.schemes.SEARCHES`, or "".
-        importance: F32 [K], what the squared error of each input channel counts; None for all the
-            same.
         scaled: F32 [elements].
         spare: I32 [elements].
         codes: U8 [2, elements].
@@ -42,7 +40,6 @@ class Chunk:
     values: Tensor
     out: Mapping[str, Tensor]
     search: str
-    importance: Tensor | None
     scaled: Tensor
     spare: Tensor
     codes: Tensor
@@ -51,12 +48,6 @@ class Chunk:
     def group_size(self) -> int:
         """Values with one scale: the scheme's group, or a row."""
         return self.scheme.group_size or self.values.shape[1]
-
-    def counts(self, group_size: int) -> Tensor | None:
-        """The importance of each value: F32 [groups, members]."""
-        if self.importance is None:
-            return None
-        return self.importance.expand(len(self.values), -1).reshape(-1, group_size)
 
     def in_units_of(self, scale: Tensor) -> Tensor:
         """Values over their groups' scales in `scaled`: F32 [elements].
@@ -82,7 +73,7 @@ class Chunk:
         if zero is not None:
             scaled = scaled.add_(zero.view(-1, 1))
             classes = zero.flatten().long()
-        chosen = sweep.errors(scaled, classes, self.counts(self.group_size)).argmin(-1)
+        chosen = sweep.errors(scaled, classes).argmin(-1)
         exact = self.scaled[: self.values.numel()].view(self.values.shape).copy_(self.values)
         return times(scale, sweep.ratios[0][chosen].view(scale.shape)), exact
 

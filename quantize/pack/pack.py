@@ -62,7 +62,6 @@ def pack(
     weights: Sequence[Tensor],
     *,
     search: str = "",
-    importance: Sequence[Tensor] = (),
     shared: Mapping[str, Tensor] | None = None,
 ) -> list[dict[str, Tensor]]:
     """Quantize the members of one fused group and lay them out as they go to disk.
@@ -76,7 +75,6 @@ def pack(
             scale it changes nothing.)
         search: a key of `recipes.schemes.SEARCHES`; "" for scales from the largest magnitude alone,
             which is also what schemes without a meaning for it get.
-        importance: for `imatrix`: F32 [K] for each weight, the mean square of its input channels.
         shared: outputs that are given, by suffix: those that say something of the whole matrix,
             where the weights are some of its rows. By default they are computed.
 
@@ -102,14 +100,7 @@ def pack(
         shared = {}
         if scheme.has_tensor_scale and weights:
             shared = shared_scale(scheme, largest(weights))
-    packed = []
-    for number, weight in enumerate(weights):
-        own = None
-        if search == "imatrix":  # in units of its mean; all the same where every channel is 0
-            own = importance[number].to(weight.device, torch.float64)
-            own = torch.where(own.mean() > 0, own / own.mean(), torch.ones_like(own)).float()
-        packed.append(_pack_weight(scheme, weight, shared, search, own))
-    return packed
+    return [_pack_weight(scheme, weight, shared, search) for weight in weights]
 
 
 def largest(weights: Iterable[Tensor]) -> Tensor:
@@ -141,11 +132,7 @@ def shared_scale(scheme: Scheme, amax: Tensor) -> dict[str, Tensor]:
 
 
 def _pack_weight(
-    scheme: Scheme,
-    weight: Tensor,
-    shared: Mapping[str, Tensor],
-    search: str,
-    importance: Tensor | None,
+    scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor], search: str
 ) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
     outputs = {}
@@ -166,7 +153,7 @@ def _pack_weight(
         "weight_packed": 1,
     }
     ranges = [*row_ranges(weight, max(block_rows, scheme.n_multiple()))]
-    chunk = chunk_of(scheme, weight, ranges[0][1], search, importance)
+    chunk = chunk_of(scheme, weight, ranges[0][1], search)
     for first, last in ranges:
         own = dict(outputs)
         for suffix in rows.keys() & outputs.keys() - shared.keys():
@@ -175,13 +162,7 @@ def _pack_weight(
     return outputs
 
 
-def chunk_of(
-    scheme: Scheme,
-    weight: Tensor,
-    num_rows: int,
-    search: str,
-    importance: Tensor | None,
-) -> Chunk:
+def chunk_of(scheme: Scheme, weight: Tensor, num_rows: int, search: str) -> Chunk:
     """Buffers for so many rows of a weight."""
     size = num_rows * weight.shape[1]
     device = weight.device
@@ -190,7 +171,6 @@ def chunk_of(
         values=weight,
         out={},
         search=search,
-        importance=importance,
         scaled=torch.empty(size, dtype=torch.float32, device=device),
         spare=torch.empty(size, dtype=torch.int32, device=device),
         codes=torch.empty(2, size, dtype=torch.uint8, device=device),
@@ -248,7 +228,7 @@ def _nvfp4_kernel(chunk: Chunk) -> None:
     local = _local_scale(amax, global_scale)
     scaled = chunk.in_units_of(local / global_scale)
     if chunk.search:
-        local = nvfp4_neighbour(local, scaled.view(-1, size), chunk.counts(size))
+        local = nvfp4_neighbour(local, scaled.view(-1, size))
         scaled = chunk.in_units_of(local / global_scale)
     chunk.out["weight_scale"].copy_(local)
     store_nibbles(e2m1_codes(scaled, chunk), chunk.out["weight_packed"])
@@ -339,30 +319,23 @@ def _float8_blocks(chunk: Chunk, rows: int, columns: int) -> None:
     ):
         if chunk.search:
             own = chunk.scaled[: own.numel()].view(own.shape).copy_(own)
-            scale = _swept_blocks(own, scale, columns, chunk.importance)
+            scale = _swept_blocks(own, scale, columns)
         stored.copy_(scale)
         _store_float8(own, scale.repeat_interleave(columns)[:width], weight)
 
 
-def _swept_blocks(values: Tensor, scale: Tensor, columns: int, importance: Tensor | None) -> Tensor:
+def _swept_blocks(values: Tensor, scale: Tensor, columns: int) -> Tensor:
     """The scale of least error for each block of a row of blocks: [blocks], dtype of `scale`.
 
     Args:
         values: F32 [rows, K].
         scale: [blocks], what the largest magnitudes ask for.
         columns: of a block.
-        importance: F32 [K], or None.
     """
     sweep = float8_sweep(columns, values.device)
-    edge = (0, -values.shape[1] % columns)
-    counts = None
     scaled = values / scale.float().repeat_interleave(columns)[: values.shape[1]]
-    scaled = torch.nn.functional.pad(scaled, edge).view(-1, columns)
-    if importance is not None:
-        counts = (
-            torch.nn.functional.pad(importance, edge).expand(len(values), -1).reshape(-1, columns)
-        )
-    errors = sweep.errors(scaled, counts=counts).view(len(values), len(scale), -1).double().sum(0)
+    scaled = torch.nn.functional.pad(scaled, (0, -values.shape[1] % columns)).view(-1, columns)
+    errors = sweep.errors(scaled).view(len(values), len(scale), -1).double().sum(0)
     return times(scale, sweep.ratios[0][errors.argmin(-1)])
 
 

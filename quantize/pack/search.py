@@ -8,8 +8,7 @@ is chosen here.
 One pass finds the errors of all candidates. What a value adds to the error of each candidate
 depends on the value in units of the first scale alone. So it is a row of a table, and the error of
 a group is the sum of its values' rows. A table holds integers, and no sum of them is rounded: every
-device and every order chooses the same scales. (Where values count differently, sums are rounded,
-in F32: of two scales that are as good, devices may take different ones.)
+device and every order chooses the same scales.
 
 Easy to get wrong: candidates are what is stored. NVFP4's scale is an E4M3 number, and the next one
 is up to an eighth away, so its candidates are the neighbours of the first code, and what they do to
@@ -17,9 +16,9 @@ a value differs from code to code. A table therefore has classes: one for each p
 code in its binade, and for codes at either end.
 
 Source: the sweeps of nvidia-modelopt 0.47.0 (torch/quantization/calib/mse.py: NVFP4MSECalibrator
-tries all 126 E4M3 scales) and of llm-compressor 0.14.0.1 (observers/mse.py and
-observers/imatrix.py). Both compute the error of each candidate for itself;
-tests/quantize/pack/test_search.py compares the errors.
+tries all 126 E4M3 scales) and of llm-compressor 0.14.0.1 (observers/mse.py). Both
+compute the error of each candidate for itself; tests/quantize/pack/test_search.py compares the
+errors.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,16 +77,12 @@ class Sweep:
             first=self.first.to(device),
         )
 
-    def errors(
-        self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None
-    ) -> Tensor:
+    def errors(self, scaled: Tensor, classes: Tensor | None = None) -> Tensor:
         """The error of each candidate, in units of the table: F32 or F64 [G, candidates].
 
         Args:
             scaled: F32 [G, members], values in units of the first scale, contiguous; overwritten.
             classes: int64 [G]; None for the only one.
-            counts: F32 [G, members], what the squared error of each value counts; None for all the
-                same.
         """
         if not self.is_signed:
             scaled.abs_()
@@ -101,29 +96,24 @@ class Sweep:
         bag = min(scaled.shape[1], _MOST_IN_A_BAG)
         rest = (0, -scaled.shape[1] % bag)
         rows = torch.nn.functional.pad(rows, rest, value=int(self.first[0])).view(-1, bag)
-        if counts is not None:
-            counts = torch.nn.functional.pad(counts, rest).reshape(-1, bag)
-        sums = torch.nn.functional.embedding_bag(
-            rows, self.table, mode="sum", per_sample_weights=counts
-        )
+        sums = torch.nn.functional.embedding_bag(rows, self.table, mode="sum")
         sums = sums.view(len(scaled), -1, self.table.shape[1])
         if sums.shape[1] == 1:
             return sums.squeeze(1)
         return sums.double().sum(1)
 
 
-def nvfp4_neighbour(local: Tensor, scaled: Tensor, counts: Tensor | None) -> Tensor:
+def nvfp4_neighbour(local: Tensor, scaled: Tensor) -> Tensor:
     """The E4M3 number of least error near each of `local`, as F32.
 
     Args:
         local: F32, E4M3 numbers, one for each group.
         scaled: F32 [groups, 16], values in units of these scales; overwritten.
-        counts: see `Sweep.errors`.
     """
     device = local.device
     code = local.to(torch.float8_e4m3fn).view(torch.uint8).flatten().long()
     sweep, class_of_code = _nvfp4_sweep(device)
-    chosen = sweep.errors(scaled, class_of_code[code], counts).argmin(-1)
+    chosen = sweep.errors(scaled, class_of_code[code]).argmin(-1)
     found = (code + torch.tensor(_STEPS, device=device)[chosen]).to(torch.uint8)
     return found.view(torch.float8_e4m3fn).float().view(local.shape)
 

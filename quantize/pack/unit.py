@@ -33,7 +33,7 @@ from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.decide import served_at
 from ..plan.plan import Plan
-from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of, same_output
+from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, same_output
 from .pack import largest, pack, shared_scale
 
 CPU = torch.device("cpu")
@@ -127,11 +127,7 @@ def packed_groups(
         computed: Iterable[Sequence[Mapping[str, Tensor]]] = [[{}] * len(modules)]
         # Where an algorithm rewrote every weight of the group, nothing is left to be packed.
         if not is_given:
-            importance = list[Tensor]()
-            if unit[0].weighted:
-                for name in modules:
-                    importance.append(_importance(name, given))
-            computed = _packed(plan, unit, expert, device, read, importance)
+            computed = _packed(plan, unit, expert, device, read)
         for packed in computed:
             group = []
             for (name, outputs), own in zip(modules.items(), packed, strict=True):
@@ -174,7 +170,7 @@ def _table(
             raise error.at(f"{plan.source.where}: {tensor.name}") from error
     shared = shared_scale(scheme, torch.stack(amax).amax())
     for tensor in unit:
-        for (own,) in _packed(plan, [tensor], None, device, read, [], shared):
+        for (own,) in _packed(plan, [tensor], None, device, read, shared):
             if GLOBAL_SCALE in own:  # vLLM has modelopt's names and multiplier
                 own["weight"] = own["weight_packed"]
                 own["weight_scale_2"] = own[GLOBAL_SCALE].reciprocal()
@@ -187,7 +183,6 @@ def _packed(
     expert: int | None,
     device: torch.device,
     read: ReadWeights | None,
-    importance: Sequence[Tensor],
     shared: Mapping[str, Tensor] | None = None,
 ) -> Iterator[list[dict[str, Tensor]]]:
     """The weights of one fused group, without rounding where source and scheme have the same
@@ -203,10 +198,7 @@ def _packed(
         if exact is not None:
             yield exact
             return
-    search = plan.recipe.search or ""
-    if search == "imatrix" and not importance:
-        search = "mse"  # of an embedding or a head
-    pack_these = partial(pack, scheme, search=search, importance=importance)
+    pack_these = partial(pack, scheme, search=plan.recipe.search or "")
     tensor = unit[0]
     shaped = torch.empty(1, device=device).expand(tensor.shape[-2:])
     slices = [*row_ranges(shaped, _ROWS)]
@@ -229,25 +221,6 @@ def _packed(
     except CheckpointError as error:
         names = ", ".join(tensor.name for tensor in unit)
         raise error.at(f"{plan.source.where}: {names}") from error
-
-
-def _importance(module: HFName, given: Calibrations) -> Tensor:
-    """How much each input channel of a module counts, F32 [K].
-
-    Raises:
-        CheckpointError: a value is no such number; by then the layer's activations have been found
-            to be finite.
-    """
-    name = importance_of(module)
-    found = given.read(name)
-    if not bool((found >= 0).all() & found.isfinite().all()):
-        raise CheckpointError(
-            name,
-            "every value must be finite and not negative",
-            got="NaN, Inf or a negative number",
-            cure="Remove search: imatrix, or use search: mse",
-        )
-    return found
 
 
 # --- MXFP4 as NVFP4 -------------------------------------------------------------------------------

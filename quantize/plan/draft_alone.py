@@ -48,13 +48,6 @@ def recipe_of_draft(recipe: Recipe, target: RuntimeView) -> Recipe:
                 got=word,
                 cure=f"Use {instead}",
             )
-    if recipe.search == "imatrix":
-        raise RecipeError(
-            "--draft-for",
-            _NO_BATCHES,
-            got="search: imatrix",
-            cure="Remove it from a copy of the recipe, or write mse",
-        )
     variant = "draft"
     if isinstance(recipe.mtp, str):
         variant = f"draft-{folded(recipe.mtp)}"

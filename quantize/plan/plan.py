@@ -727,17 +727,10 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
     scheme = tensor.scheme
     if tensor.fate == "quantize":
         calibrated = ""
-        is_weighted = False
         # Weights of embedding and head are rounded to nearest, whatever the algorithm.
         is_nearest = tensor.role in TABLE_ROLES
         if recipe.search is not None and scheme in SEARCHES[recipe.search]:
-            search = recipe.search
-            if is_nearest:
-                search = "mse"
-            reason += f"; scales by {search}"
-            if search == "imatrix":
-                calibrated = "scales"
-                is_weighted = True
+            reason += f"; scales by {recipe.search}"
         if scheme in REWRITES[algorithm] and tuned is None and not is_nearest:
             calibrated = "weights"
             reason += f"; {algorithm} on calibration data"
@@ -745,7 +738,7 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
             calibrated = "scales"
             reason += "; input scales from calibration data"
         if calibrated or reason != tensor.reason:
-            tensor = tensor._replace(reason=reason, calibrated=calibrated, weighted=is_weighted)
+            tensor = tensor._replace(reason=reason, calibrated=calibrated)
     if tuned is None or tensor.role in (*_NEVER_TRAINED, *tuned.frozen):
         return tensor
     if not _is_weight(tensor):

@@ -22,7 +22,6 @@ from ...recipes.frozen import Shape
 from ...recipes.schemes import DTYPE_BITS, SCHEMES, TensorSpec
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
-IMPORTANCE = "input_importance"
 
 
 class Output(NamedTuple):
@@ -71,15 +70,12 @@ class TensorPlan(NamedTuple):
     # For a matrix whose rows are interleaved, the rows of each output in one of its slices.
     slices: tuple[int, ...] = ()
     # Which outputs need batches. "scales": the static input scales, while the weight is packed from
-    # the source; where `weighted`, packing needs them, too. "weights": every output, because an
-    # algorithm rewrites the weight. "cache": a scale of the KV cache, which no source tensor is the
-    # origin of.
+    # the source. "weights": every output, because an algorithm rewrites the weight. "cache": a
+    # scale of the KV cache, which no source tensor is the origin of.
     calibrated: Literal["", "scales", "weights", "cache"] = ""
     # For the projection of keys, where the attention has an FP8 cache: the names of its scales, of
     # keys and of values; () where no loader takes them, and they are 1. None for all other tensors.
     cache: tuple[HFName, ...] | None = None
-    # The scales of the weight are searched by the importance of its input channels.
-    weighted: bool = False
     # The algorithm moves scale between the modules of this layer, so batches may also give all
     # outputs of this one, unit by unit.
     may_change: bool = False
@@ -130,28 +126,10 @@ class TensorPlan(NamedTuple):
         suffixes = batch_suffixes(self.scheme)
         return tuple(output for output in self.outputs if output.name.endswith(suffixes))
 
-    @property
-    def importances(self) -> tuple[Output, ...]:
-        """What calibration gives the packer, and no checkpoint has: how much each input channel of
-        a module counts.
-        """
-        if not self.weighted:
-            return ()
-        importances = dict[HFName, Output]()
-        for output in self.outputs:
-            name = importance_of(HFName(output.name.rpartition(".")[0]))
-            importances[name] = Output(name, "F32", self.shape[-1:])
-        return tuple(importances.values())
-
 
 def batch_suffixes(scheme: str) -> tuple[str, ...]:
     """How the names of a scheme's tensors end that only batches give."""
     return tuple(f".{spec.suffix}" for spec in SCHEMES[scheme].extra)
-
-
-def importance_of(module: HFName) -> HFName:
-    """The name in the statistics of how much each input channel of a module counts."""
-    return HFName(f"{module}.{IMPORTANCE}")
 
 
 def outputs_of(tensors: Iterable[TensorPlan]) -> list[Output]:

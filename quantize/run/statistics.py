@@ -2,9 +2,9 @@
 finished checkpoint.
 
 In: tensors that depend on data. Static input scales; every tensor of a module whose weight an
-algorithm rewrote, packed already; plain tensors that were rescaled; the importance of input
-channels, which the packer reads. Out: a `Statistics` from which the writer copies them. A plan says
-which of its outputs come from here, and both sides are compared before anything is written.
+algorithm rewrote, packed already; plain tensors that were rescaled. Out: a `Statistics` from which
+the writer copies them. A plan says which of its outputs come from here, and both sides are
+compared before anything is written.
 
 Easy to get wrong: with a scale that is missing, or one too many, the checkpoint still loads, but
 drafts and answers are noise.
@@ -189,7 +189,7 @@ def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, O
     optional = []
     for tensor in unit:
         if tensor.calibrated or tensor.tuned:
-            required += [*tensor.calibrated_outputs, *tensor.importances]
+            required += tensor.calibrated_outputs
         if tensor.may_change:
             optional += tensor.outputs
     names = {output.name for output in required}

@@ -97,5 +97,4 @@ def test_families_say_what_can_be_calibrated_and_why_not():
 
 def test_schemes_say_which_searches_they_have():
     found = {row["scheme"]: row["searches"] for row in rows("schemes", [])}
-    assert found["NVFP4"] == ["mse", "imatrix"]
-    assert found["W4A16"] == ["mse", "imatrix"] and found["MXFP4"] == []
+    assert found["NVFP4"] == found["W4A16"] == ["mse"] and found["MXFP4"] == []

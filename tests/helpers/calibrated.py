@@ -50,8 +50,8 @@ def in_both_formats(folder: Path, **words: str) -> dict[str, tuple[Plan, Path]]:
 
 
 def made_up(plan: Plan) -> dict[HFName, torch.Tensor]:
-    """Statistics for a plan: input scales, importances, and modules packed from weights that are
-    not the source's.
+    """Statistics for a plan: input scales, and modules packed from weights that are not the
+    source's.
     """
     made: dict[HFName, torch.Tensor] = {}
     for number, unit in enumerate(plan.units):
@@ -71,10 +71,6 @@ def made_up(plan: Plan) -> dict[HFName, torch.Tensor]:
             for output in (output for tensor in unit for output in tensor.calibrated_outputs):
                 dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[output.dtype]
                 made[output.name] = torch.tensor([900.0 + number], dtype=dtype)
-            for output in (output for tensor in unit for output in tensor.importances):
-                made[output.name] = torch.rand(
-                    output.shape, generator=torch.Generator().manual_seed(number)
-                )
     return made
 
 

@@ -7,8 +7,7 @@ Easy to get wrong: a run that is resumed with something else changed makes a che
 halves. So the fingerprint covers everything that a number depends on, and nothing else: each thing
 too much costs hours. The largest magnitudes that minmax and smoothquant look for are the same
 however the sequences are dealt out. GPTQ and AWQ add up numbers batch by batch and process by
-process, and a sum in another order has other last bits; so has what AutoRound learns from; and the
-importance of input channels is a sum.
+process, and a sum in another order has other last bits; so has what AutoRound learns from.
 
 Source: transformers 5.17 integrations/hub_kernels.py (`use_kernel_func_from_hub_with_fallback`: a
 package that is installed replaces a model's own functions).
@@ -153,8 +152,8 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, Json]:
     """What a number depends on, by the words that a refusal uses; JSON values only."""
     settings = plan.calibration.model_dump(mode="json")
     split = {"batch_size": settings.pop("batch_size"), "processes": size}
-    # Results that are largest values alone, which no order of batches changes; importance is a sum.
-    if plan.calibration.algorithm in _OF_ANY_SPLIT and plan.recipe.search != "imatrix":
+    # Results that are largest values alone, which no order of batches changes.
+    if plan.calibration.algorithm in _OF_ANY_SPLIT:
         split = {}
     versions = {"keepmtp": __version__}
     for name in _PACKAGES:  # transformers takes kernels for a model's own functions, if installed

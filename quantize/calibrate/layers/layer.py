@@ -51,9 +51,8 @@ class Calibrated:
 
     Attributes:
         tensors: on the CPU, by "<module>.<suffix>" in the model's names: static input scales of
-            modules that are rounded to nearest, the importance of the input channels of weighted
-            ones, all tensors of modules that the algorithm rewrote, and kept parameters that it
-            rescaled.
+            modules that are rounded to nearest, all tensors of modules that the algorithm rewrote,
+            and kept parameters that it rescaled.
         coverage: quantized module -> its tokens; of routed experts, those that the router sent.
         smoothings: what AWQ or SmoothQuant rescaled.
     """
@@ -105,7 +104,7 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
         with calibrating(model):
             observed, caches = _observe(model, work, batches)
     observed.set_input_scales()
-    tensors = _tensors(model, work, rescaled) | caches.scales() | observed.importances()
+    tensors = _tensors(model, work, rescaled) | caches.scales()
     return Calibrated(tensors=tensors, coverage=observed.coverage(), smoothings=smoothings)
 
 

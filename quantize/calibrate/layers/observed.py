@@ -1,8 +1,8 @@
 """What each quantized module sees during calibration: its tokens, and the ends of its inputs.
 
-In: a model and the modules of a `LayerWork`. Out: an `Observed`: the tokens of each module, the
-smallest and largest value that it was handed, over all batches and ranks, and for some the mean
-square of each input channel, which is how much its error counts. The static input scales follow.
+In: a model and the modules of a `LayerWork`. Out: an `Observed`: the tokens of each module, and the
+smallest and largest value that it was handed, over all batches and ranks. The static input scales
+follow.
 
 Query, key and value projections see one tensor, and so do all experts, so each distinct input is
 read once. Easy to get wrong: a tensor is not its address (`input_identity`).
@@ -25,14 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 from ....recipes.errors import CheckpointError
 from ....recipes.schemes import SCHEMES
-from ...plan.tensor_plan import IMPORTANCE
 from ...run.ranks import gathered, has_others
 from ..model.binding import EXPERT
 from ..model.hooks import hooked, input_of, modules_of
 from .work import LayerWork
-
-_SQUARED_AT_ONCE = 2**22
-
 
 InputIdentity = tuple[object, ...]
 
@@ -59,7 +55,7 @@ def input_identity(value: Tensor) -> InputIdentity:
 
 
 class Observed:
-    """State: tokens of each quantized module, the ends of its inputs, and sums of their squares.
+    """State: tokens of each quantized module, and the ends of its inputs.
 
     Nothing waits for the GPU here before `finish`.
 
@@ -70,19 +66,18 @@ class Observed:
     """
 
     def __init__(self, model: Any, work: LayerWork):
-        """Of the modules that are quantized; inputs of the weighted ones are squared, too."""
+        """Of the modules that are quantized."""
         self._model = model
         self._work = work
         self.modules = modules_of(model, work.schemes)
         self.ends = {
             name: module.weight.new_full((2,), -math.inf) for name, module in self.modules.items()
         }
-        self._squares: dict[str, Any] = dict.fromkeys(work.weighted, 0)
         self._tokens = Counter(dict.fromkeys(self.modules, 0))
         # Stack of experts -> how many tokens the router sent to each.
         self._routed: dict[str, Any] = defaultdict(int)
-        # What is known of each input of a batch: its ends, and its squares where those count.
-        self._known: dict[InputIdentity, tuple[Tensor, Tensor | None]] = {}
+        # The ends of each input of a batch.
+        self._known: dict[InputIdentity, Tensor] = {}
         # One for each tensor that the model has returned.
         self._finite: list[Tensor] = []
 
@@ -169,15 +164,6 @@ class Observed:
             else:
                 module.input_scale.data.copy_(calculate_qparams(-ends[:1], ends[1:], args)[0])
 
-    def importances(self) -> dict[str, Tensor]:
-        """`<module>.input_importance` of the weighted modules: F32 [K] on the CPU."""
-        found = {}
-        for name, squares in sorted(self._squares.items()):
-            if has_others():
-                dist.all_reduce(squares)
-            found[f"{name}.{IMPORTANCE}"] = (squares / self._tokens[name]).float().cpu()
-        return found
-
     def coverage(self) -> dict[str, int]:
         """Tokens that each module saw, over all batches and ranks; of routed experts, how many the
         router sent there.
@@ -195,12 +181,8 @@ class Observed:
         identity = input_identity(value)
         if identity not in self._known:
             low, high = torch.aminmax(value)
-            squares = _sums_of_squares(value) if self._squares else None
-            self._known[identity] = torch.stack([-low, high]), squares
-        ends, squares = self._known[identity]
-        self.ends[name] = torch.maximum(self.ends[name], ends)
-        if name in self._squares:
-            self._squares[name] = self._squares[name] + squares
+            self._known[identity] = torch.stack([-low, high])
+        self.ends[name] = torch.maximum(self.ends[name], self._known[identity])
 
     def _count_routed(self, name: str, stack: Any, args: tuple, kwargs: dict) -> None:
         # Every expert computes every token here, so how many the router sent to each is counted by
@@ -210,11 +192,3 @@ class Observed:
             index = args[1]
         counts = torch.bincount(index.flatten(), minlength=stack.num_experts)
         self._routed[name] = self._routed[name] + counts[: stack.num_experts]
-
-
-def _sums_of_squares(value: Tensor) -> Tensor:
-    """[K] F64: over all rows of an input [..., K], each part of them summed in F32."""
-    width = value.shape[-1]
-    parts = value.detach().reshape(-1, width).split(max(1, _SQUARED_AT_ONCE // width))
-    sums = [part.to(torch.float32, copy=True).square_().sum(0) for part in parts]
-    return torch.stack(sums).double().sum(0)

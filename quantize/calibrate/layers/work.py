@@ -41,7 +41,6 @@ class LayerWork:
         experts: modules that vLLM gives one input scale, the largest of theirs; others keep their
             own.
         frozen: modules whose bytes come from the source whatever calibration finds.
-        weighted: modules whose scales are searched by the importance of their input channels.
         caches: attention modules whose cache a server has in FP8 -> its scales on disk; () for
             scales of 1.
         binding: of the layer or block.
@@ -54,7 +53,6 @@ class LayerWork:
     fused: Sequence[tuple[str, ...]] = ()
     experts: Sequence[tuple[str, ...]] = ()
     frozen: Collection[str] = ()
-    weighted: Collection[str] = ()
     caches: Mapping[str, tuple[HFName, ...]] = field(default_factory=dict)
     binding: Binding = field(default_factory=dict)
     path: str = ""
@@ -68,7 +66,6 @@ class LayerWork:
         quantization/utils/fp8_utils.py (process_fp8_input_tensor_strategy_moe, all back-ends).
         """
         frozen = set[str]()
-        weighted = set[str]()
         caches = {}
         fused: dict[object, list[str]] = defaultdict(list)
         experts: dict[object, list[str]] = defaultdict(list)
@@ -82,8 +79,6 @@ class LayerWork:
                 frozen.add(module)
             if not name.endswith("weight"):
                 continue
-            if tensor.weighted:
-                weighted.add(module)
             for piece in pieces:
                 if piece.tensor.cache is not None:
                     caches[module.rpartition(".")[0]] = piece.tensor.cache
@@ -101,7 +96,6 @@ class LayerWork:
             fused=_of_several(fused),
             experts=_of_several(experts),
             frozen=frozen,
-            weighted=weighted,
             caches=caches,
             binding=binding,
             path=path,

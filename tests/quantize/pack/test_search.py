@@ -35,24 +35,16 @@ def weights(shape: tuple[int, int] = (64, 512)) -> dict[str, torch.Tensor]:
     return {kind: (weight * 0.02).bfloat16() for kind, weight in found.items()}
 
 
-def found_by(
-    name: str, weight: torch.Tensor, search: str, counts: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
-    importances = () if counts is None else [counts]
-    (found,) = pack(SCHEMES[name], [weight], search=search, importance=importances)
+def found_by(name: str, weight: torch.Tensor, search: str) -> dict[str, torch.Tensor]:
+    (found,) = pack(SCHEMES[name], [weight], search=search)
     return found
 
 
-def error_of(
-    name: str,
-    packed: dict[str, torch.Tensor],
-    weight: torch.Tensor,
-    counts: torch.Tensor | float = 1.0,
-) -> float:
-    """The squared error, each channel weighted by its count."""
+def error_of(name: str, packed: dict[str, torch.Tensor], weight: torch.Tensor) -> float:
+    """The squared error."""
     scheme = SCHEMES[name]
     values = dequantize(scheme.form, packed, shape=tuple(weight.shape), block=scheme.block).double()
-    return float(((values - weight.double()).square() * counts).sum())
+    return float((values - weight.double()).square().sum())
 
 
 def nearest_e2m1(scaled: torch.Tensor) -> torch.Tensor:
@@ -84,33 +76,20 @@ def test_nvfp4_takes_the_best_of_all_126_scales(kind):
     assert own < 0.9 * error_of("NVFP4A16", plain, weight)
 
 
-def importance(width: int) -> torch.Tensor:
-    """Some channels are a hundred times as loud as others."""
-    return torch.rand(width, generator=torch.Generator().manual_seed(2)).mul(5).exp()
-
-
 @pytest.mark.parametrize("name", SWEPT)
-def test_the_error_is_below_that_of_llm_compressors_observers(name):
-    """`memoryless_mse` and `imatrix_mse` as they are, and with the square that they are called after
-    (they minimize the powers 2.4 and 3). And importance leaves less weighted error than none.
-
-    They also move zero points, by the rounding of the range that they shrink; the search leaves
+def test_the_error_is_below_that_of_llm_compressors_observer(name):
+    """`memoryless_mse` as it is, and with the square that it is called after (it minimizes the power
+    2.4). It also moves zero points, by the rounding of the range that it shrinks; the search leaves
     them.
     """
-    weight, counts = weights((32, 256))["normal"], importance(256)
+    weight = weights((32, 256))["normal"]
     plain, mse = (found_by(name, weight, search) for search in ("", "mse"))
-    weighted = found_by(name, weight, "imatrix", counts)
     assert error_of(name, mse, weight) < error_of(name, plain, weight)
-    assert error_of(name, weighted, weight, counts) < error_of(name, mse, weight, counts)
     # A scale that is as good may be another.
     allowed = 1.002 if SCHEMES[name].has_zero_point else 1.0001
-    for own, given, by_channel in ((mse, None, 1.0), (weighted, counts, counts)):
-        if given is not None and name == "FP8_BLOCK":  # which their observer refuses
-            continue
-        for knobs in ({}, {"norm": 2.0}):
-            theirs = by_observer(name, weight, knobs, given)
-            both = [error_of(name, each, weight, by_channel) for each in (own, theirs)]
-            assert both[0] < both[1] * allowed, knobs
+    for knobs in ({}, {"norm": 2.0}):
+        theirs = by_observer(name, weight, knobs)
+        assert error_of(name, mse, weight) < error_of(name, theirs, weight) * allowed, knobs
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -118,16 +97,8 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         assert torch.equal(value.view(torch.uint8), other[suffix].view(torch.uint8)), suffix
 
 
-@pytest.mark.parametrize("name", SWEPT)
-@pytest.mark.parametrize("count", [0.0, 7e-20, 3e38])
-def test_importance_that_is_the_same_for_all_finds_what_mse_finds(name, count):
-    weight = weights((32, 256))["normal"]
-    found = found_by(name, weight, "imatrix", torch.full((256,), count))
-    assert_equal(found, found_by(name, weight, "mse"))
-
-
 def by_observer(
-    name: str, weight: torch.Tensor, knobs: dict[str, float], counts: torch.Tensor | None = None
+    name: str, weight: torch.Tensor, knobs: dict[str, float]
 ) -> dict[str, torch.Tensor]:
     """What llm-compressor packs with scales of its observer."""
     from compressed_tensors.compressors import compress_module
@@ -137,16 +108,10 @@ def by_observer(
 
     scheme = QuantizationScheme(targets=["Linear"], **SCHEMES[name].config_group())
     assert scheme.weights is not None
-    observer = "memoryless_mse" if counts is None else "imatrix_mse"
-    scheme.weights.observer, scheme.weights.observer_kwargs = observer, knobs
+    scheme.weights.observer, scheme.weights.observer_kwargs = "memoryless_mse", knobs
     module = initialize_quantized_linear(weight, scheme, weight.device)
     calibration.initialize_observer(module, "weight")
     calibration.apply_calibration_status(module)
-    if counts is not None:
-        module.weight_observer._imatrix_sum, module.weight_observer._imatrix_count = (
-            counts * 4,
-            torch.tensor(4),
-        )
     calibration.observe([module], base_name="weight")
     calibration.update_qparams([module], base_name="weight")
     calibration.freeze_module_quantization(module)
@@ -206,7 +171,7 @@ def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
     "scheme, search, words",
     [
         ("MXFP4", "mse", "search: mse must come with FP8_BLOCK, FP8_DYNAMIC, NVFP4"),
-        ("FP8", "imatrix", "search: imatrix must come with FP8_BLOCK, FP8_DYNAMIC, NVFP4"),
+        ("FP8", "mse", "search: mse must come with FP8_BLOCK, FP8_DYNAMIC, NVFP4"),
         ("w4a16-gptq", "mse", r"rounded to nearest; got calibration\.algorithm gptq"),
     ],
 )

@@ -11,11 +11,10 @@ from commands import GLM, ran
 from data_files import json_of
 from good import ours, released
 from hub import serving
-from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.configs import files_of
-from keepmtp.quantize.plan.draft_alone import draft_as_written, recipe_of_draft
+from keepmtp.quantize.plan.draft_alone import draft_as_written
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import GateError, RecipeError
 from keepmtp.recipes.schema import validated
@@ -92,13 +91,6 @@ def test_bad_words(words, says, tmp_path):
     with pytest.raises(RecipeError) as caught:
         plan_for(release, draft_for=release, **words)
     assert says in str(caught.value)
-
-
-def test_a_search_that_needs_batches():
-    recipe = plan_for(str(GLM), scheme="FP8_DYNAMIC")[0].recipe
-    searched = recipe.model_copy(update={"search": "imatrix"})
-    with pytest.raises(RecipeError, match="that could give it batches; got search: imatrix"):
-        recipe_of_draft(searched, RuntimeView.of(open_source(str(GLM))))
 
 
 def test_another_form_than_the_target_builds(tmp_path):

@@ -179,16 +179,6 @@ def test_the_input_scale_of_a_head_needs_batches():
     assert plan.needs_calibration == ["NVFP4"]
 
 
-def test_what_looks_at_inputs_leaves_a_head_to_its_weights():
-    """No batch passes through it as through a layer's modules."""
-    plan = packed("glm-4.7", "head", "W4A16")
-    recipe = plan.recipe.model_dump() | {"calibration": CALIBRATION, "search": "imatrix"}
-    plan = make_plan(Recipe.model_validate(recipe), plan.source)
-    head = of_role(plan, "head")
-    assert (head.calibrated, head.weighted) == ("", False)
-    assert head.reason.endswith("scales by mse")
-
-
 def test_a_scheme_for_every_group_is_none_for_a_head():
     """`--scheme` chooses for what is quantized by default."""
     recipe = packed("glm-4.7", "head", "FP8_DYNAMIC").recipe

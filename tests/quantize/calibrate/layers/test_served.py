@@ -125,9 +125,6 @@ def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):
 @pytest.mark.parametrize(
     "form, scheme, options",
     [
-        ("BF16", "FP8_BLOCK", {"search": "imatrix"}),
-        ("stacked", "W4A16", {"search": "imatrix"}),
-        ("MXFP4", "NVFP4", {"search": "imatrix"}),
         ("BF16", "NVFP4", {"algorithm": "gptq"}),
         ("stacked", "W4A16", {"algorithm": "gptq"}),
         ("MXFP4", "W4A16", {"algorithm": "awq"}),
