@@ -32,11 +32,6 @@ def held_out(fact: CalibrationFact) -> Table:
         if row.divergence is not None:
             divergence = f"{row.divergence:.4f}"
         rows.append((row.title, figure(row.perplexity), divergence, shares, figure(length)))
-        for kind, perplexity in row.perplexity_of_kind.items():
-            divergence = "-"
-            if kind in row.divergence_of_kind:
-                divergence = f"{row.divergence_of_kind[kind]:.4f}"
-            rows.append((f"only {kind}", figure(perplexity), divergence, "", ""))
     return Table(
         columns=("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length"), rows=rows
     )
@@ -84,8 +79,6 @@ def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
         f"The quantized backbone chooses the released model's next token at "
         f"{percent(fact.agreement)} of held-out slots."
     )
-    if fact.together:
-        yield fact.together
     if fact.parts:
         yield fact.parts
     if fact.data.held_out_by == "model":

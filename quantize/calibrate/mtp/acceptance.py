@@ -38,7 +38,7 @@ tests/vllm/test_acceptance_without_server.py.
 import math
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,16 +93,6 @@ class Target:
     log_likelihoods: Tensor
     reference: "Target | None"
     divergences: Tensor
-
-    def of_rows(self, rows: Sequence[int]) -> "Target":
-        """On some of the sequences; what it is compared with is left as it is."""
-        own = list(rows)
-        return replace(
-            self,
-            choices=self.choices[own],
-            log_likelihoods=self.log_likelihoods[own],
-            divergences=self.divergences[own],
-        )
 
     def logits(self, row: int) -> Tensor:
         """[S, V], of one sequence, while the skeleton has its head."""

@@ -133,19 +133,14 @@ class MeasuredFact(Fact):
         perplexity: the backbone's, per token.
         divergence: Kullback-Leibler divergence of its predictions from the released model's, nats a
             slot; None for the released model, and in older records.
-        flips: share of slots where its first choice is another than the released model's; None
-            likewise.
-        perplexity_of_kind, divergence_of_kind: by kind, where there are several.
     """
 
+    dropped = frozenset({"flips", "perplexity_of_kind", "divergence_of_kind"})
     backbone: Literal["source", "quantized"]
     mtp: Side
     perplexity: Figure6
     divergence: Figure6 | None = None
-    flips: Share5 | None = None
     acceptance: AcceptanceFact | None
-    perplexity_of_kind: Annotated[Mapping[str, Figure6], Field(max_length=101)] = {}
-    divergence_of_kind: Annotated[Mapping[str, Figure6], Field(max_length=101)] = {}
 
     @property
     def title(self) -> str:
@@ -355,16 +350,6 @@ class MtpFact(Fact):
     of_backbone: KeptFact | None = None
     of_block: KeptFact | None = None
     unmeasured: str = ""
-
-    @property
-    def together(self) -> str:
-        """What a figure is of that names no kind of text; "" where there is one kind."""
-        for row in self.rows:
-            kinds = row.perplexity_of_kind
-            if kinds:
-                together = f"{len(kinds)} together: {', '.join(kinds)}"
-                return f"A figure that names no kind is of {together}."
-        return ""
 
 
 class CalibrationFact(MtpFact):

@@ -118,20 +118,13 @@ def mtp_pass(
 
 def _row(backbone: Target, mtp: Side, measured: Acceptance | None) -> MeasuredFact:
     """A backbone with a block; without the block's acceptance where it was not measured."""
-    own = {}
-    kinds = backbone.backbone.data.rows_of_kinds
-    if len(kinds) > 1:
-        own = {kind: backbone.of_rows(rows) for kind, rows in kinds.items()}
     figures: Json = {"backbone": "source"}
     if backbone.reference is not None:
         figures = {"backbone": "quantized", "divergence": backbone.divergence}
-        figures["flips"] = 1 - backbone.agreement
-        figures["divergence_of_kind"] = {kind: own[kind].divergence for kind in own}
     return MeasuredFact(
         mtp=mtp,
         perplexity=backbone.perplexity,
         acceptance=measured and measured.fact(),
-        perplexity_of_kind={kind: own[kind].perplexity for kind in own},
         **figures,
     )
 

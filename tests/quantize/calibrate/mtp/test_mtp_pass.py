@@ -107,9 +107,8 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     assert parts == pytest.approx((sums[1] / sums[0], sums[2] / sums[1]), abs=1e-4)
     assert 0 < found.of_block.reach < 0.5
     assert 0.8 < found.agreement < 1.0 and second.perplexity == third.perplexity
-    assert first.divergence is None is first.flips
+    assert first.divergence is None
     assert 0 < second.divergence == third.divergence < 1
-    assert second.flips == pytest.approx(1 - found.agreement, abs=1e-5)
     final, found = mtp_pass(with_mtp(plan, "bf16"), backbone)
     assert not published(backbone) and len(found.rows) == 2 and found.of_block is None
     refuse_statistics(final, Statistics.open(backbone.folder / "statistics"))
