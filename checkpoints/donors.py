@@ -35,7 +35,7 @@ def with_donors(source: Source, donors: Mapping[str, Source]) -> Source:
 
     Raises:
         RecipeError: another family, or another width or depth in config.json.
-        CheckpointError: names a tensor with another shape, or a module that only one of them has.
+        CheckpointError: names a module that only one of them has.
     """
     different = {(donor.where, donor.revision): donor for donor in donors.values()}
     for donor in different.values():

@@ -11,13 +11,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.family import HFName
-from ..recipes.forms import FLOATS, NOT_COMPUTED
-from ..recipes.frozen import Shape
 from ..recipes.model_file import find_path
 from .record import RECORD, RecordedSource, read_record
 from .source import Source, open_source, small_file, view_of
-from .stored import stored_weights
 
 _MADE_FROM = "must be what {} was made from"
 _RELEASE = "Name the release that it was made from"
@@ -50,7 +46,7 @@ def original_of(checkpoint: Source, named: str | None, *, cure: str) -> Source |
     if named == "none":
         return None
     original = open_source(named or recorded_source(checkpoint, cure=cure))
-    refuse_stranger(checkpoint, original)
+    refuse_another_model(checkpoint, original)
     return original
 
 
@@ -151,14 +147,14 @@ def release_of(checkpoint: Source, native: Collection[str]) -> str:
     return str(checkpoint.config.get("_name_or_path") or "the release that it was made from")
 
 
-def refuse_stranger(
+def refuse_another_model(
     checkpoint: Source, source: Source, *, rule: str = _MADE_FROM, cure: str = _RELEASE
 ) -> None:
-    """Refuse a source that the checkpoint cannot be made from: a comparison with it would mean
-    nothing.
+    """Refuse a release that a checkpoint was not made from, or a build of another model, by what
+    quantizing never changes: a comparison with it would mean nothing.
 
     Raises:
-        RecipeError: another family, or another size of what quantizing never changes.
+        RecipeError: another family, or another size in config.json.
     """
     ours = _marks(checkpoint)
     theirs = _marks(source)
@@ -179,38 +175,3 @@ def _marks(opened: Source) -> dict[str, object]:
         if view.text_config.get(name) is not None:
             marks[name] = view.text_config[name]
     return marks
-
-
-def refuse_another_model(
-    quantized: Source, source: Source, *, rule: str = _MADE_FROM, cure: str = _RELEASE
-) -> None:
-    """Refuse a release that a checkpoint was not made from, or a build of another model. A block
-    that is missing cannot be compared; what quantizing never changes is: the family, widths and
-    depth, and the logical shape of every weight that both have.
-
-    Raises:
-        RecipeError: another family, or another width or depth in config.json.
-        CheckpointError: names a tensor with another shape.
-    """
-    refuse_stranger(quantized, source, rule=rule, cure=cure)
-    view = view_of(quantized)
-    shapes = _shapes_of(source)
-    for name, shape in _shapes_of(quantized).items():
-        if shapes.get(name, shape) != shape and not view.is_mtp(name):
-            raise CheckpointError(
-                name,
-                "both must have one shape",
-                got=f"{[*shape]} in {quantized.where} and {[*shapes[name]]} in {source.where}",
-                cure=cure,
-            )
-
-
-def _shapes_of(opened: Source) -> dict[HFName, Shape]:
-    """The logical shape of every weight in a form that says it."""
-    weights, others = stored_weights(opened.entries.values())
-    found = {entry.name: entry.shape for entry in others if entry.dtype in FLOATS}
-    for name, weight in weights.items():
-        # The width of packed integers is a guess where their bits are not known.
-        if weight.form not in (*NOT_COMPUTED, "int_packed"):
-            found[name] = weight.shape
-    return found

@@ -52,8 +52,7 @@ def put_block(proposal: Proposal, checked: Checked, source: Source, mtp: str | N
 
     Raises:
         RecipeError: another family or another width; a word that is not possible.
-        CheckpointError: a tensor with another shape, no block in the release, or an unknown
-            dialect.
+        CheckpointError: no block in the release, or an unknown dialect.
     """
     quantized = proposal.source
     dialect = readable(checked).dialect

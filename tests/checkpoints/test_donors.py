@@ -208,12 +208,6 @@ def resized(key: str):
     return change
 
 
-def wider(checkpoint: Checkpoint) -> None:
-    checkpoint.retype(
-        r"model\.embed_tokens\.weight", shape=lambda rows, columns: (2 * rows, columns)
-    )
-
-
 def without(pattern: str):
     def change(checkpoint: Checkpoint) -> None:
         checkpoint.take(pattern)
@@ -225,7 +219,6 @@ EXPERT = r"model\.layers\.1\.mlp\.experts\.0\.down_proj"
 BROKEN = {
     "width": (resized("hidden_size"), "must be a build of the same model as .*, whose hidden_size"),
     "vocabulary": (resized("vocab_size"), "whose vocab_size is 512; got 1024"),
-    "rows": (wider, r"model.embed_tokens: both must have one shape; got \[512, 256\] in .*\[1024"),
     "layers": (resized("num_hidden_layers"), "whose num_hidden_layers is 3; got 6"),
     "experts": (resized("n_routed_experts"), "whose n_routed_experts is 4; got 8"),
     "a group": (
