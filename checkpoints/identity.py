@@ -32,7 +32,6 @@ from .safetensors_file import open_regular
 CACHE = ".hashes.json"
 _BLOCK_BYTES = 1 << 20
 _MAX_NAMED = 5
-_MAX_JSON_BYTES = 1 << 30
 # A file that changed just before it was read may change again within the clock's step, so its hash
 # is not kept. Times of change are as coarse as the file system's clock: 2 s on FAT, a second on
 # some network file systems.
@@ -212,12 +211,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of one file, as 64 hexadecimal digits.
-
-    Raises:
-        CheckpointError: a JSON file that is longer than any.
-    """
-    _refuse_large(path, path.stat().st_size)
+    """SHA-256 of one file, as 64 hexadecimal digits."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -274,24 +268,12 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
             refuse_name(path)
             with open_regular(path, path, cure="Restore it, or move it away") as file:
                 state = os.fstat(file.fileno())
-            _refuse_large(path, state.st_size)
             seen = _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
             before = known.get(str(path), seen)
             if (before.num_bytes, before.mtime_ns) == (seen.num_bytes, seen.mtime_ns):
                 seen = before
             files[str(path)] = seen
     return files
-
-
-def _refuse_large(path: Path, num_bytes: int) -> None:
-    """Holes take no room on the disk, and long to be read."""
-    if path.suffix == ".json" and num_bytes > _MAX_JSON_BYTES:
-        raise CheckpointError(
-            path,
-            f"a JSON file has at most {_MAX_JSON_BYTES} bytes",
-            got=num_bytes,
-            cure="Restore it",
-        )
 
 
 def _read(path: str, file: _Seen, advance: Advance, stop: threading.Event) -> _Seen:

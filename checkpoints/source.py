@@ -39,7 +39,6 @@ SINGLE = "model.safetensors"
 DONOR_FILES = "from/"
 _NUMBERED = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d{1,9})\.safetensors")
 _MOST_FILES = 100_000
-_MAX_TENSORS = 1_000_000  # of a checkpoint; the largest that are known have less than half
 # The address of a repository's page.
 _PAGE = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)"
@@ -190,7 +189,7 @@ def is_repo_id(name: str) -> bool:
 
 
 def download(source: Source, *, bars: type[Any] | None = None) -> Source:
-    """The same source with its files on this machine, in the Hub's cache.
+    """The same source with the files of its tensors on this machine, in the Hub's cache.
 
     Args:
         source: a Hub repository; a folder is returned as it is. Of a donor nothing is downloaded:
@@ -199,25 +198,15 @@ def download(source: Source, *, bars: type[Any] | None = None) -> Source:
     """
     if source.folder is not None:
         return source
-    if source.donors:
-        own = download(replace(source, donors={}), bars=bars)
-        return replace(source, folder=own.folder, states={**source.states, **own.states})
-    named = map(escape, (*source.companions, *source.code))
-    if source.num_unread:  # the index names files that nobody wants
-        tensors = (*source.entries.values(), *source.unindexed.values())
-        files = {entry.file for entry in tensors if not origin_of(entry)}
-        folder = _fetched(source, bars, *map(escape, files), *REWRITTEN, *named)
-        stamped = (*files, "config.json", *source.companions, *source.code)
-        return replace(source, folder=folder, states=states_of(folder, stamped))
-    folder = _fetched(source, bars, "*.safetensors", *REWRITTEN, *named)
-    return replace(_open_folder(folder, source.where), revision=source.revision)
-
-
-def _fetched(source: Source, bars: type[Any] | None, *patterns: str) -> Path:
-    """A folder with the files of a repository that fit the patterns."""
     from .hub import fetch_all
 
-    return fetch_all(source.where, patterns, commit=source.revision, bars=bars)
+    tensors = (*source.entries.values(), *source.unindexed.values())
+    files = {entry.file for entry in tensors if not origin_of(entry)}
+    names = (*files, *source.companions, *source.code)
+    patterns = (*map(escape, names), *REWRITTEN)
+    folder = fetch_all(source.where, patterns, commit=source.revision, bars=bars)
+    states = states_of(folder, (*names, "config.json", INDEX))
+    return replace(source, folder=folder, states={**source.states, **states})
 
 
 def small_file(source: Source, name: str) -> Path | None:
@@ -415,14 +404,6 @@ def _opened(
         single = headers[SINGLE].entries.keys()
         more = [file for file in indexed if headers[file].entries.keys() - single]
         indexed = [SINGLE, *more]
-    count = sum(len(header.entries) for header in headers.values())
-    if count > _MAX_TENSORS:
-        raise CheckpointError(
-            where,
-            f"a checkpoint has at most {_MAX_TENSORS} tensors",
-            got=count,
-            cure="Check what wrote it",
-        )
     entries: dict[HFName, Entry] = {}
     unindexed: dict[HFName, Entry] = {}
     for file in indexed:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ..checkpoints.proposal import Proposal
 from ..checkpoints.source import Source, uncollected
-from ..recipes.errors import RecipeError
 from ..recipes.frozen import Bar, Say, silent, unwatched
 from ..validate.check.check import Checked, examine
 from ..validate.facts.findings import Finding
@@ -130,18 +129,10 @@ def write(
         bar: a bar for bytes, by what is done with them.
 
     Raises:
-        RecipeError: nothing would change, or OUT cannot be written.
+        RecipeError: OUT cannot be written.
         CheckpointError: see `block.write_block`.
     """
-    proposal = outcome.proposal
-    if not outcome.changes:
-        raise RecipeError(
-            proposal.source.where,
-            "fix writes a folder only if something changes",
-            got="nothing that it can cure",
-            cure="Serve it as it is",
-        )
-    return rewrite(proposal, out, block=outcome.block, bar=bar)
+    return rewrite(outcome.proposal, out, block=outcome.block, bar=bar)
 
 
 def settled(
