@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName, Part
+from ...recipes.frozen import Json, without
 from ...recipes.renamer import family_of, renamer
 from ...recipes.runtimes.vllm import NEWEST, asked, minor
 from ..companions import HF_QUANT_CONFIG
@@ -112,6 +113,15 @@ def quantization_of(config: Raw) -> Raw | None:
         if place is not None:
             return place
     return None
+
+
+def without_quantization(config: Raw) -> Json:
+    """config.json with no quantization config in any of the places where somebody looks for one."""
+    plain = without(config, "quantization_config", "compression_config")
+    for name in ("text_config", "llm_config"):
+        if isinstance(plain.get(name), Mapping):
+            plain[name] = without(plain[name], "quantization_config", "compression_config")
+    return plain
 
 
 def attention_backends(config: Raw) -> Mapping[str, str]:

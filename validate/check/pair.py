@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
+from ...checkpoints.dialects.choose import without_quantization
 from ...checkpoints.dialects.compressed_tensors import CompressedTensors
 from ...checkpoints.dialects.fp8 import has_blocks
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...recipes.conventions import FORMATS
 from ...recipes.errors import RecipeError
-from ...recipes.frozen import Json, without
+from ...recipes.frozen import Json
 from ...recipes.runtimes.vllm import NEWEST
 from ...recipes.schemes import SCHEMES
 from ..facts.findings import Finding, Objection, Objections, grouped, objection
@@ -127,10 +128,7 @@ def _embedding(draft: RuntimeView) -> Objections:
 
 def _as_the_target_builds(target: RuntimeView, draft: RuntimeView) -> Objections:
     """The draft's weights have the form that the target's quantization config builds."""
-    config = without(draft.source.config, "quantization_config", "compression_config")
-    for name in ("text_config", "llm_config"):
-        if isinstance(config.get(name), dict):
-            config[name] = without(config[name], "quantization_config")
+    config = without_quantization(draft.source.config)
     if target.given.raw:
         config["quantization_config"] = target.given.raw
     source = replace(draft.source, config=config, changed={HF_QUANT_CONFIG: None})

@@ -7,18 +7,23 @@ Easy to get wrong: of two quantization configs vLLM reads one, and which one han
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
-from ...checkpoints.dialects.choose import method_of, quantization_of, read_dialect
+from ...checkpoints.dialects.choose import (
+    method_of,
+    quantization_of,
+    read_dialect,
+    without_quantization,
+)
 from ...checkpoints.dialects.dialect import UnknownDialect
 from ...checkpoints.dialects.given import Raw
-from ...checkpoints.dialects.modelopt import ALGORITHMS, ModelOpt, read_modelopt, reads_other_file
+from ...checkpoints.dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
 from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView
 from ...recipes.errors import did_you_mean
 from ...recipes.families import is_drafted
-from ...recipes.family import Part, VLLMName
-from ...recipes.renamer import renamer
+from ...recipes.family import VLLMName
 from ...recipes.runtimes.vllm import asked, minor
 from ..facts.findings import Objections, objection
 
@@ -33,13 +38,13 @@ def quantization_configs_agree(runtime: RuntimeView) -> Objections:
     """
     config = runtime.source.config
     given = quantization_of(config)
-    other = runtime.hf_quant_config
-    if given is None or other is None:
+    if given is None or runtime.hf_quant_config is None:
         return
     first = read_dialect(config, None, dtypes=runtime.dtypes, vllm=runtime.vllm)
     # Without its own config a checkpoint has that of the other file.
-    named = {"architectures": config.get("architectures")}
-    second = read_dialect(named, other, vllm=runtime.vllm)
+    source = replace(runtime.source, config=without_quantization(config))
+    others = RuntimeView(source, runtime.view, vllm=runtime.vllm)
+    second = others.dialect
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
         return
     cure = "Make both say what is on disk"
@@ -55,7 +60,11 @@ def quantization_configs_agree(runtime: RuntimeView) -> Objections:
             cure,
         )
     elif not reads_other_file(given):
-        names = _plain_in_one(runtime, other)
+        names = list[VLLMName]()  # plain by one of the two files
+        for module, same in zip(runtime.modules, others.modules, strict=True):
+            forms = {module.resolution.built.form, same.resolution.built.form}
+            if module.loads_quantized and len(forms) > 1 and "plain" in forms:
+                names.append(module.name)
         for name in names[:1]:
             yield objection(
                 "two-configs",
@@ -66,23 +75,6 @@ def quantization_configs_agree(runtime: RuntimeView) -> Objections:
                 severity="warning",
                 times=len(names),
             )
-
-
-def _plain_in_one(runtime: RuntimeView, other: Raw) -> list[VLLMName]:
-    """The modules that one of the two files leaves plain, and the other does not."""
-    parts: tuple[Part, ...] = ("backbone", "mtp")
-    raw = {"quant_method": "modelopt", **other}
-    names = list[VLLMName]()
-    for part in parts:
-        rename = renamer(runtime.source.config, part, runtime.vllm)
-        readers = (runtime.dialect_of(part), read_modelopt(raw, {}, rename, runtime.vllm))
-        for module in runtime.modules:
-            if module.part == part and module.loads_quantized:
-                asked = {"shards": module.shards, "kind": module.kind}
-                forms = {reader.resolve(module.name, **asked).built.form for reader in readers}
-                if len(forms) > 1 and "plain" in forms:
-                    names.append(module.name)
-    return names
 
 
 def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:

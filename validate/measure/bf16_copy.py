@@ -12,10 +12,10 @@ ignore list is served as a good one. `keepmtp check` and the dry load find those
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 from ...checkpoints.companions import inside
+from ...checkpoints.dialects.choose import without_quantization
 from ...checkpoints.files import refuse_small_disk, within
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import INDEX, Source
@@ -26,12 +26,10 @@ from ...checkpoints.stored import (
 )
 from ...recipes.errors import CheckpointError
 from ...recipes.forms import NOT_COMPUTED, TRANSPOSED
-from ...recipes.frozen import without
 from ...recipes.schemes import num_bytes
 from ..facts.vllm_env import VLLM
 
 _NO_LINEARS = ("fp8_block", "mxfp4", "mxfp8", "NVFP4A16")
-_QUANTIZATION = ("quantization_config", "compression_config")
 
 
 def why_no_kernel(source: Source, vllm: VLLM) -> str:
@@ -101,10 +99,7 @@ def write_copy(source: Source, folder: Path) -> Path:
                 tensors[f"{each.module}.weight"] = read.contiguous()
         save_file(tensors, within(folder, file), metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
-    config = without(source.config, *_QUANTIZATION)
-    text = config.get("text_config")
-    if isinstance(text, Mapping):
-        config["text_config"] = without(text, *_QUANTIZATION)
+    config = without_quantization(source.config)
     index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
     for name, content in ((INDEX, index), ("config.json", config)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
