@@ -11,20 +11,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView, Place
 from ...recipes.frozen import frozen
-
-
-class Matrix(Protocol):
-    """A matrix that a server may ask the quantization config about: a `TensorPlan`."""
-
-    @property
-    def place(self) -> Place: ...
-    @property
-    def scheme(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -67,21 +57,20 @@ class RuntimeModule:
     asked: tuple[str, ...]
 
 
-def named_modules(view: FamilyView, matrices: Iterable[Matrix]) -> list[NamedModule]:
-    """The modules of these matrices, in their order."""
+def named_modules(view: FamilyView, matrices: Iterable[tuple[Place, str]]) -> list[NamedModule]:
+    """The modules of matrices, each by its place and its scheme, in their order."""
     found = dict[tuple[str, str, int | None, str], NamedModule]()
-    for matrix in matrices:
-        place = matrix.place
-        key = (place.row.path, place.part, place.layer, matrix.scheme)
+    for place, scheme in matrices:
+        key = (place.row.path, place.part, place.layer, scheme)
         if key in found:
             continue
-        found[key] = NamedModule(place, matrix.scheme, spell(view, place))
+        found[key] = NamedModule(place, scheme, spell(view, place))
         joined = place.row.joins
         if joined:
             # vLLM loads the same tensors into a module that has one name for all layers.
             spelled = spell_whole(joined)
             place = replace(place, runtime=VLLMName(joined))
-            found[joined, *key[1:]] = NamedModule(place, matrix.scheme, spelled)
+            found[joined, *key[1:]] = NamedModule(place, scheme, spelled)
     return list(found.values())
 
 

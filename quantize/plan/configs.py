@@ -1,6 +1,6 @@
 """The config files that a plan writes, and the modules that they speak of.
 
-In: a plan. Out: its matrices, the modules that a server asks about, and config.json with the
+In: a plan. Out: the modules that a server asks about, and config.json with the
 quantization config in the dialect that the recipe's `format` names; and what modelopt's readers
 look for next to it.
 """
@@ -11,15 +11,15 @@ from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.dialects.compressed_tensors import compressed_tensors_config
 from ...checkpoints.dialects.fp8 import fp8_config
 from ...checkpoints.dialects.modelopt import hf_quant_config, modelopt_config
-from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtime_modules
+from ...checkpoints.dialects.modules import NamedModule, named_modules
 from ...checkpoints.proposal import CONFIG, Proposal
 from ...checkpoints.sglang import VERSION
 from ...checkpoints.sglang.entries import with_entries
 from ...recipes.conventions import FP8_CACHE
+from ...recipes.family_view import Place
 from ...recipes.frozen import Json, frozen, without
 from .edited_configs import say_tables
 from .plan import Plan
-from .tensor_plan import TensorPlan
 
 
 @frozen
@@ -49,26 +49,21 @@ class QuantizationConfig:
         return {"sglang": {"version": VERSION, "obstacles": list(self.obstacles)}}
 
 
-def matrices_of(plan: Plan) -> list[TensorPlan]:
+def modules_of(plan: Plan) -> list[NamedModule]:
     """The plan's weights of two and more dimensions: what a Linear, an expert stack, an embedding
     or a head holds. Of an n-gram table the config says nothing.
     """
     opaque = tuple(disk for disk, _, _ in plan.view.layout.opaque)
-    return [
-        tensor._replace(scheme="" if tensor.role == "table" else tensor.scheme)
-        for tensor in plan.tensors
-        if len(tensor.shape) >= 2
-        and tensor.fate != "drop"
-        and (tensor.module != tensor.name or tensor.role == "experts")
-        and not tensor.name.startswith(opaque)
-    ]
-
-
-def modules_of(plan: Plan) -> list[RuntimeModule]:
-    """Every module of the plan that vLLM may ask its quantization config about, by its fused
-    runtime name.
-    """
-    return runtime_modules(named_modules(plan.view, matrices_of(plan)))
+    matrices = list[tuple[Place, str]]()
+    for tensor in plan.tensors:
+        is_matrix = len(tensor.shape) >= 2 and tensor.fate != "drop"
+        is_matrix &= tensor.module != tensor.name or tensor.role == "experts"
+        if is_matrix and not tensor.name.startswith(opaque):
+            scheme = tensor.scheme
+            if tensor.role == "table":
+                scheme = ""
+            matrices.append((tensor.place, scheme))
+    return named_modules(plan.view, matrices)
 
 
 def config_of(plan: Plan) -> QuantizationConfig:
@@ -81,7 +76,7 @@ def config_of(plan: Plan) -> QuantizationConfig:
     cache = plan.recipe.kv_cache and dict(FP8_CACHE)
     if cache is None and plan.served is not None:
         cache = plan.served.kv_cache_scheme
-    modules = named_modules(plan.view, matrices_of(plan))
+    modules = modules_of(plan)
     if plan.recipe.keeps_config:
         value = plan.edited.quantization()
         _, obstacles = with_entries(plan.view, modules, value, stays=True)

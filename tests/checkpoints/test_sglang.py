@@ -23,10 +23,11 @@ from commands import ROOT, captured
 from data_files import table
 from good import ours, planned, released
 from keepmtp.checkpoints.dialects.choose import quantization_of
+from keepmtp.checkpoints.dialects.modules import runtime_modules
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.sglang.names import sglang_model, sglang_models
 from keepmtp.checkpoints.sglang.view import SglangBuild
-from keepmtp.quantize.plan.configs import config_of, matrices_of, modules_of
+from keepmtp.quantize.plan.configs import config_of, modules_of
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import check
@@ -230,13 +231,13 @@ def test_an_obstacle_is_named_with_sglangs_file(model, scheme, says):
     config = config_of(plan)
     assert (says in config.line and ".py)" in config.line) or "(models)" in config.line
     asked = set[str]()
-    for module in modules_of(plan):
+    for module in runtime_modules(modules_of(plan)):
         asked.update((module.name, *module.asked))
     entries = [*config.value["ignore"]]
     for group in config.value["config_groups"].values():
         entries += group["targets"]
-    for matrix in matrices_of(plan):
-        for name in {*sglang_table.names(plan.view, matrix.place)} - asked:
+    for module in modules_of(plan):
+        for name in {*sglang_table.names(plan.view, module.place)} - asked:
             assert not any(re.match(entry[3:], name) for entry in entries), "an entry for SGLang"
 
 

@@ -17,8 +17,8 @@ from checkpoint_files import Checkpoint
 from data_files import table
 from good import ours, planned
 from keepmtp.checkpoints.dialects.modelopt import layer_row, modelopt_config
-from keepmtp.checkpoints.dialects.modules import RuntimeModule, named_modules
-from keepmtp.quantize.plan.configs import matrices_of, modules_of
+from keepmtp.checkpoints.dialects.modules import RuntimeModule, runtime_modules
+from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.conventions import ALGORITHMS
 from keepmtp.recipes.frozen import without
@@ -157,7 +157,7 @@ def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Che
     excluded.
     """
     checkpoint = modelopt(model, scheme, mtp)
-    modules = modules_of(planned(model, scheme, mtp))
+    modules = runtime_modules(modules_of(planned(model, scheme, mtp)))
     checkpoint.config["quantization_config"] = {
         "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",
@@ -255,11 +255,12 @@ def retell(checkpoint: Checkpoint) -> None:
 
 def said(plan: Plan) -> dict[str, Any]:
     """config.json's `quantization_config`, as modelopt 0.37 and later writes it."""
-    schemes = {module.scheme for module in modules_of(plan)} - {""}
+    modules = modules_of(plan)
+    schemes = {module.scheme for module in modules} - {""}
     view = plan.view
     if len(schemes) == 1:  # also where vLLM needs the algorithm of each module
         view = replace(view, family=replace(view.family, modelopt_by_module=False))
-    config = modelopt_config(view, named_modules(view, matrices_of(plan)))
+    config = modelopt_config(view, modules)
     if len(schemes) == 1:
         config.pop("quantized_layers", None)
         config["quant_algo"] = ALGORITHMS[schemes.pop()]

@@ -14,6 +14,7 @@ from typing import Any
 import releases
 from checkpoint_files import Checkpoint, as_source, write
 from data_files import table
+from keepmtp.checkpoints.dialects.modules import runtime_modules
 from keepmtp.quantize.plan.configs import files_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.conventions import FORMATS, Format
@@ -170,7 +171,7 @@ def with_scales(model: str = "glm-4.7", format: Format = "compressed-tensors") -
 def plain_names(plan: Plan) -> list[str]:
     """The names by which vLLM asks about the modules that a plan leaves plain."""
     names = []
-    for module in modules_of(plan):
+    for module in runtime_modules(modules_of(plan)):
         if not module.scheme:
             names += module.asked
     return names

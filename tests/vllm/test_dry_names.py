@@ -15,6 +15,7 @@ from checkpoint_files import Checkpoint
 from data_files import json_of
 from dry_corpus import SEPARATE
 from good import outputs_of, plan_of, released
+from keepmtp.checkpoints.dialects.modules import runtime_modules
 from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import find_family, find_view
@@ -172,7 +173,9 @@ def is_head(model: str, name: str) -> bool:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_ignore_list_makes_vllm_choose_what_the_plan_chose(model, mtp, accounts):
     """Of every question: quantized by vLLM exactly where the plan quantizes."""
-    chosen = {str(module.name): module.scheme for module in modules_of(plan(model, mtp))}
+    chosen = {
+        str(module.name): module.scheme for module in runtime_modules(modules_of(plan(model, mtp)))
+    }
     wrong = {}
     for part in ("backbone", "mtp"):
         for question in questions(accounts[model, mtp], part):

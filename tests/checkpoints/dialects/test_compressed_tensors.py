@@ -6,10 +6,10 @@ import random
 import re
 
 import pytest
-from keepmtp.checkpoints.dialects.modules import concrete, named_modules, number_regex
+from keepmtp.checkpoints.dialects.modules import concrete, number_regex, runtime_modules
 from keepmtp.checkpoints.sglang.entries import added_names
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.plan.configs import config_of, matrices_of, modules_of
+from keepmtp.quantize.plan.configs import config_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.find import find_recipe
 from releases import shipped_recipes
@@ -41,10 +41,10 @@ def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):
     """
     plan = tiny_plan(recipe_name, tmp_path, mtp)
     found = config_of(plan)
-    config, modules = found.value, modules_of(plan)
+    config, modules = found.value, runtime_modules(modules_of(plan))
     assert {module.scheme for module in modules} >= {""}
     asked = [(name, module.scheme) for module in modules for name in (module.name, *module.asked)]
-    added, _ = added_names(plan.view, named_modules(plan.view, matrices_of(plan)))
+    added, _ = added_names(plan.view, modules_of(plan))
     for module in () if found.obstacles else added:
         asked += [(name, module.scheme) for name in concrete(module.spelled)]
     targets = {
