@@ -18,7 +18,7 @@ from ..companions import HF_QUANT_CONFIG
 from ..stored import FLOATS
 from .autoround import read_autoround
 from .compressed_tensors import read_compressed_tensors
-from .dialect import Dialect, OneAnswer, UnknownDialect
+from .dialect import Dialect, UnknownDialect
 from .fp8 import read_fp8
 from .given import Raw
 from .gptq import read_awq, read_gptq
@@ -32,7 +32,7 @@ _ELSEWHERE = "Serve it with the engine that it was made for, or quantize the ori
 _LOWER = f"{_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}"
 NO_METHOD = "quantization_config without quant_method"
 _NO_TENSORS: Mapping[HFName, str] = {}
-UNQUANTIZED = OneAnswer(name="none", answer=plain())
+UNQUANTIZED = Dialect(name="none", answer=plain())
 
 
 def read_dialect(

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import ClassVar, Literal, NamedTuple
 
 from ...recipes.family import VLLMName
-from ...recipes.frozen import Raw, frozen
+from ...recipes.frozen import Raw
 from ...recipes.renamer import Renamer
 from ..stored import Form
 
@@ -59,6 +59,10 @@ class VLLMModule(NamedTuple):
     renames: Mapping[str, str] = {}
 
 
+PLAIN = VLLMModule(form="plain")
+UNKNOWN = VLLMModule(form="unknown")
+
+
 class Resolution(NamedTuple):
     """vLLM's answer for one module.
 
@@ -74,6 +78,9 @@ class Resolution(NamedTuple):
     entry: str = ""
     error: str = ""
     refusal: Refusal = ""
+
+
+_UNKNOWN = Resolution(UNKNOWN)
 
 
 class ConfigEntry(NamedTuple):
@@ -117,10 +124,12 @@ def entry_for(template: str, name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """A quantization config as vLLM reads it.
+    """A quantization config as vLLM reads it; by itself the same for every module: none, one that
+    the server raises on, or that it drops.
 
     Attributes:
         name: of the dialect, for messages.
+        answer: for every module, where no class says more.
         listed: the names and patterns of the config's lists, as written, by key.
         rename: the mapper of the class that reads it.
         exceptions: how the config leaves modules alone; None where keepmtp does not know.
@@ -129,6 +138,7 @@ class Dialect:
     name: str
     listed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rename: Renamer = field(default_factory=Renamer)
+    answer: Resolution = _UNKNOWN
     exceptions: ClassVar[Exceptions | None] = None
 
     @cached_property
@@ -158,41 +168,15 @@ class Dialect:
                 0.
             kind: which class of vLLM it is.
         """
-        raise NotImplementedError
-
-    def hits(self, read: Sequence[str], name: str) -> bool:
-        """Whether one entry alone, as `reads` gives it, matches a name."""
-        raise NotImplementedError
-
-
-PLAIN = VLLMModule(form="plain")
-UNKNOWN = VLLMModule(form="unknown")
-
-
-_UNKNOWN = Resolution(UNKNOWN)
-
-
-@frozen
-class OneAnswer(Dialect):
-    """The same for every module: no quantization config, one that the server raises on, or that it
-    drops.
-    """
-
-    answer: Resolution = _UNKNOWN
-
-    def resolve(self, module: str, *, shards: Sequence[str], kind: Kind) -> Resolution:
-        """Without a look at the module."""
         return self.answer
 
     def hits(self, read: Sequence[str], name: str) -> bool:
-        """By substring, the loosest rule of these dialects."""
+        """Whether one entry alone, as `reads` gives it, matches a name: by substring, the loosest
+        rule of these dialects, where none is known.
+        """
         bares = [re.sub(r"^(?:re:|[-+]:)|\\", "", word).strip(".*^$") for word in read]
         return any(bare and bare in name for bare in bares)
 
 
-class UnknownDialect(OneAnswer):
+class UnknownDialect(Dialect):
     """A dialect whose matching keepmtp does not know (torchao, humming, ...)."""
-
-    def reads(self, word: str) -> tuple[str, ...]:
-        """As it is written."""
-        return (word,)

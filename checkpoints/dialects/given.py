@@ -190,7 +190,6 @@ class QuarkTensor(_Given):
     group_size: int = 0
     is_dynamic: bool = False
     symmetric: bool = False
-    ch_axis: int = 0
     scale_format: str = ""
     scale_type: str = ""
     block_size: tuple[_Size, ...] = ()

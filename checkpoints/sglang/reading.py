@@ -27,7 +27,7 @@ from ...recipes.renamer import Renamer
 from ...recipes.runtimes.vllm import NEWEST
 from ..dialects.choose import NO_METHOD, method_of
 from ..dialects.compressed_tensors import CompressedTensors, read_compressed_tensors
-from ..dialects.dialect import PLAIN, UNKNOWN, Dialect, Kind, OneAnswer, Resolution, UnknownDialect
+from ..dialects.dialect import PLAIN, UNKNOWN, Dialect, Kind, Resolution, UnknownDialect
 from ..dialects.fp8 import Fp8, read_fp8
 from ..dialects.matching import FUSED, MXFP4, SHARDS_DIFFER, left_out, plain, raises
 from ..dialects.modelopt import FOUR_BITS, MIXED, ModelOpt, inverse_blocks, read_modelopt
@@ -90,7 +90,7 @@ def read(raw: Raw, view: FamilyView, part: Part) -> SglangReader:
 
 def fixed(name: str, answer: Resolution) -> SglangReader:
     """The same answer for every module."""
-    return SglangReader(name, OneAnswer(name=name, answer=answer), lambda *_: answer)
+    return SglangReader(name, Dialect(name=name, answer=answer), lambda *_: answer)
 
 
 def is_excluded(name: str, entries: Sequence[str]) -> bool:

@@ -425,13 +425,12 @@ def names_are_known(runtime: RuntimeView) -> Objections:
     if runtime.strange_layers:
         return  # then nearly none has
     known = runtime.loader.mtp_leaves
-    alike = dict[str, Objection]()
     for key, weight in runtime.weights.items():
         place = runtime.placed.get(key)
         name = weight.weight.name
         # A place whose leaf is another belongs to a parameter that has no weight.
         if _is_nested(runtime, name) or place is None or place.leaf != "weight":
-            yield _unknown(runtime, name, alike)
+            yield _unknown(runtime, name)
             continue
         others = [leaf for leaf in weight.parts if leaf not in known]
         if known and others and place.part == "mtp":
@@ -450,7 +449,7 @@ def names_are_known(runtime: RuntimeView) -> Objections:
         # Other rules judge those, or vLLM computes it.
         is_known |= leaf in _OF_WEIGHTS or is_kv_scale(leaf) or bool(_RECOMPUTED.search(name))
         if not is_known or _is_nested(runtime, name):
-            yield _unknown(runtime, name, alike)
+            yield _unknown(runtime, name)
 
 
 def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
@@ -458,8 +457,8 @@ def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
     return _NESTED_MTP.match(name) is not None and not runtime.is_mtp_name(name)
 
 
-def _unknown(runtime: RuntimeView, name: HFName, alike: dict[str, Objection]) -> Objection:
-    """A tensor without a place, once for all names that differ in numbers alone."""
+def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
+    """A tensor without a place; names that differ in numbers alone have one cause."""
     if _is_nested(runtime, name):
         stem = runtime.view.mtp_stem(0).partition("layers.")[0]
         return objection(
@@ -484,14 +483,9 @@ def _unknown(runtime: RuntimeView, name: HFName, alike: dict[str, Objection]) ->
     elif at is not None and name.startswith(runtime.view.disk_stem("backbone", at)):
         cured_by = "edit"
         cause = "counted as a decoder layer"
-    # They may be hundreds of thousands, each with the same sentence.
-    if cause not in alike:
-        cure = "Rename it to the original release's name, or remove it"
-        says = f"has no place in this family: {effect}"
-        alike[cause] = objection(
-            "unknown-tensor", name, says, cure, cause, severity, cured_by=cured_by
-        )
-    return alike[cause]
+    cure = "Rename it to the original release's name, or remove it"
+    says = f"has no place in this family: {effect}"
+    return objection("unknown-tensor", name, says, cure, cause, severity, cured_by=cured_by)
 
 
 def aliases_are_present(runtime: RuntimeView) -> Objections:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ...checkpoints.dialects.choose import quantization_of
-from ...checkpoints.dialects.dialect import OneAnswer, Resolution, UnknownDialect
+from ...checkpoints.dialects.dialect import Resolution, UnknownDialect
 from ...checkpoints.dialects.layouts import layout_problem, leaves_built, manner
 from ...checkpoints.dialects.runtime_view import Member, RuntimeView
 from ...checkpoints.sglang import VERSION
@@ -80,7 +80,7 @@ def draft_class_exists(runtime: RuntimeView, build: SglangBuild) -> Objections:
 def config_is_read(runtime: RuntimeView, build: SglangBuild) -> Objections:
     """SGLang has a reader for the quantization config, and the reader takes it (#37322)."""
     dialect = build.readers["backbone"].vllm
-    if isinstance(dialect, OneAnswer) and dialect.answer.error:
+    if dialect.answer.error:
         says = f"{SGLANG} reads it as {dialect.name} and raises {dialect.answer.error}"
         cure = _CONVERT
         if build.model.own_config:
@@ -128,7 +128,7 @@ def stored_form_is_what_is_built(runtime: RuntimeView, build: SglangBuild) -> Ob
     """
     failed = set[tuple[str, Part]]()
     dialect = build.readers["backbone"].vllm
-    if build.model.no_draft or (isinstance(dialect, OneAnswer) and dialect.answer.error):
+    if build.model.no_draft or dialect.answer.error:
         return  # which is objected to
     for module in runtime.modules:
         for member in module.members:
