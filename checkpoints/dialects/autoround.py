@@ -18,6 +18,7 @@ from .dialect import UNKNOWN, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import AutoRoundException, AutoRoundGiven, Raw, read_given
 from .gptq import awq_built, gptq_built
 from .matching import MXFP4, lacks, plain, raises, registers
+from .modelopt import inverse_blocks
 from .patterns import matches_inside
 
 _SPECIAL = frozenset("*+?^$()[]{}|\\")
@@ -145,12 +146,11 @@ class AutoRound(Dialect):
         is_one = isinstance(choice.group_size, int)
         match self.packing, choice.bits, choice.is_symmetric:
             case "fp", 8, True if isinstance(size, list | tuple):
-                block = (size[0], size[1])
-                return registers("fp8_block", "weight", "weight_scale_inv", block=block)
+                return inverse_blocks(size[0], size[1])
             case "mx_fp", 4, _:
                 return MXFP4
             case "mx_fp", 8, _:
-                return registers("mxfp8", "weight", "weight_scale", group_size=_MX_GROUP)
+                return registers("mxfp8")
             case "gptq", 4 | 8, True if is_one:
                 return gptq_built(choice.bits, size)
             case "awq", 4, _ if is_one:

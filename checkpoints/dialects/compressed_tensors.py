@@ -223,30 +223,29 @@ def registered(weights: GivenArguments, inputs: GivenArguments | None) -> VLLMMo
     strategy = weights.strategy
     size = weights.group_size
     ndim = 0 if strategy == "tensor" else 2
-    eight = ["weight", "weight_scale"]
+    of_inputs = list[str]()
     if inputs is not None and inputs.dynamic is False:
-        eight.append("input_scale")
+        of_inputs.append("input_scale")
     match weights.type, bits, strategy, size:
         case "float", 4, "tensor_group", 16:
-            leaves = ["weight_packed", "weight_scale", "weight_global_scale"]
             if inputs:
-                leaves.append("input_global_scale")
-            return registers("nvfp4", *leaves, group_size=16)
+                return registers("nvfp4", "input_global_scale")
+            return registers("nvfp4")
         case "float", 4, "group", 32:
             return MXFP4
         case "float", 8, "group", 32:
-            return registers("mxfp8", "weight", "weight_scale", group_size=32)
+            return registers("mxfp8")
         case "float", 8, "block", _:
             block = weights.block_structure
-            return registers("fp8_block", *eight, block=block, scale_ndim=ndim)
+            return registers("fp8_block", *of_inputs, block=block, scale_ndim=ndim)
         case "float", 8, "tensor", _:
-            return registers("fp8_tensor", *eight, scale_ndim=ndim)
+            return registers("fp8_tensor", *of_inputs, scale_ndim=ndim)
         case "float", 8, "channel", _:
-            return registers("fp8_channel", *eight, scale_ndim=ndim)
+            return registers("fp8_channel", *of_inputs, scale_ndim=ndim)
         case "int", 8, "tensor" | "channel", _ if inputs:
-            return registers("int8", *eight, scale_ndim=ndim)
+            return registers("int8", *of_inputs, scale_ndim=ndim)
         case "int", 4 | 8, "group" | "channel", _ if inputs is None:
-            leaves = ["weight_packed", "weight_scale", "weight_shape"]
+            leaves = ["weight_shape"]
             if not weights.symmetric:
                 leaves.append("weight_zero_point")
             if strategy == "channel":

@@ -10,7 +10,7 @@ the two.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -49,8 +49,8 @@ class VLLMModule(NamedTuple):
     """
 
     form: Form
-    leaves: frozenset[str] = frozenset({"weight"})
-    optional: frozenset[str] = frozenset()
+    leaves: Set[str] = frozenset({"weight"})
+    optional: Set[str] = frozenset()
     group_size: int | None = None
     block: tuple[int, int] | None = None
     bits: int = 0

@@ -30,17 +30,13 @@ _EXPERTS_ON_DISK = re.compile(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$")
 _SCALE = "scale"
 _MXFP4_EXPERTS = registers(
     "mxfp4",
-    "weight",
-    "weight_scale",
-    group_size=32,
+    leaves=frozenset({"weight", "weight_scale"}),
     scales=ENCODED,
     renames={_SCALE: "weight_scale"},
 )
 # modelopt's MXFP8, whose loader repeats each scale for the 32 rows of its block.
 _MXFP8 = registers(
     "fp8_block",
-    "weight",
-    "weight_scale",
     block=(32, 32),
     scale_ndim=2,
     scales=E8M0,
@@ -161,10 +157,9 @@ def _expert_dtype(config: Raw) -> Any:
 
 def _built(given: Fp8Given, own_class: str) -> VLLMModule:
     """What a linear module registers; DeepSeek-V4's loaders rename `.scale`."""
-    leaves = ["weight", "weight_scale"]
+    built = registers("fp8_tensor")
     if given.activation_scheme == "static":
-        leaves.append("input_scale")
-    built = registers("fp8_tensor", *leaves)
+        built = registers("fp8_tensor", "input_scale")
     if given.weight_block_size:
         built = inverse_blocks(*given.weight_block_size)
     if own_class:

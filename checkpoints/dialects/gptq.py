@@ -33,6 +33,7 @@ from .matching import (
 )
 from .patterns import matches_start
 
+_LEAVES = frozenset({"qweight", "scales"})
 ACT_ORDER = "ValueError: GPTQ group activation ordering (desc_act=True) is no longer supported"
 
 
@@ -226,7 +227,7 @@ def gptq_built(bits: int, group_size: int | None) -> VLLMModule:
     """
     unused = frozenset({"qzeros", "g_idx"})
     size = _group(group_size)
-    return registers("gptq", "qweight", "scales", optional=unused, group_size=size, bits=bits)
+    return registers("gptq", leaves=_LEAVES, optional=unused, group_size=size, bits=bits)
 
 
 def scheme_of(weight: StoredWeight, built: VLLMModule) -> str:
@@ -262,7 +263,7 @@ def _as_stored(weight: StoredWeight) -> VLLMModule:
 def awq_built(group_size: int | None, *, has_zeros: bool) -> VLLMModule:
     """What AutoAWQMarlinLinearMethod and AutoAWQMoEMethod register, in four bits."""
     zeros = frozenset({"qzeros"})
-    built = registers("awq", "qweight", "scales", group_size=_group(group_size), bits=4)
+    built = registers("awq", leaves=_LEAVES, group_size=_group(group_size), bits=4)
     if has_zeros:
         return built._replace(leaves=built.leaves | zeros)
     return built._replace(optional=zeros)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...recipes.forms import E8M0, FLOATS, FP8
+from ...recipes.forms import E8M0, FLOATS, FORMS, FP8
 from ..stored import Form
 from .dialect import PLAIN, UNKNOWN, Refusal, Resolution, VLLMModule
 
@@ -40,12 +40,15 @@ def raises(error: str, entry: str = "quantization_config", refusal: Refusal = ""
     return Resolution(UNKNOWN, entry, error, refusal)
 
 
-def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
-    """A module with these parameters; `others` as in `VLLMModule`."""
-    return VLLMModule(form=form, leaves=frozenset(leaves), **others)
+def registers(form: Form, *more: str, **others: Any) -> VLLMModule:
+    """A module with a form's own parameters, and `more`; `others` as in `VLLMModule`."""
+    storage = FORMS[form]
+    leaves = {storage.leaf, "weight_scale", storage.common or storage.leaf}
+    own = {"leaves": leaves.union(more), "group_size": storage.group or None}
+    return VLLMModule(form=form, **(own | others))
 
 
-MXFP4 = registers("mxfp4", "weight_packed", "weight_scale", group_size=32, scales=("U8",))
+MXFP4 = registers("mxfp4", scales=("U8",))
 
 
 def lacks(needed: Mapping[str, object]) -> str:

@@ -49,6 +49,7 @@ _BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
 FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
 OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *FOUR_BITS, "MXFP8")
 ALGORITHMS = (*OF_MODULES, MIXED)
+_INVERSE = frozenset({"weight", "weight_scale_inv"})
 _CODECS = ("IQ2_XS", "IQ2_XXS", "Q8_0")
 # What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than
 # linear modules of vLLM.
@@ -250,25 +251,22 @@ def reads_other_file(raw: Raw) -> bool:
 @cache
 def modelopt_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
     """What a quant_algo builds."""
-    two = ("weight", "weight_scale")
     inputs = frozenset({"input_scale"})
     match algorithm:
         case "NVFP4":
-            leaves = (*two, "weight_scale_2", *inputs)
-            return registers("nvfp4_modelopt", *leaves, group_size=group_size)
+            return registers("nvfp4_modelopt", *inputs, group_size=group_size)
         case "W4A16_NVFP4":
-            leaves = (*two, "weight_scale_2")
-            return registers("nvfp4_modelopt", *leaves, optional=inputs, group_size=group_size)
+            return registers("nvfp4_modelopt", optional=inputs, group_size=group_size)
         case "FP8":
-            return registers("fp8_tensor", *two, *inputs)
+            return registers("fp8_tensor", *inputs)
         case "FP8_PER_CHANNEL_PER_TOKEN":
-            return registers("fp8_channel", *two, scale_ndim=1)
+            return registers("fp8_channel", scale_ndim=1)
         case "FP8_PB_WO":
-            return registers("fp8_block", *two, block=(block, block), scale_ndim=4)
+            return registers("fp8_block", block=(block, block), scale_ndim=4)
         case "inverse blocks":
             return inverse_blocks(block, block)
         case "MXFP8":
-            return registers("mxfp8", *two, group_size=32)
+            return registers("mxfp8")
         case "plain":
             return PLAIN
     return UNKNOWN
@@ -284,7 +282,7 @@ def layer_row(algorithm: str) -> Json:
 
 def inverse_blocks(rows: int, columns: int) -> VLLMModule:
     """FP8 in blocks under the names of native FP8."""
-    return registers("fp8_block", "weight", "weight_scale_inv", block=(rows, columns), scale_ndim=2)
+    return registers("fp8_block", leaves=_INVERSE, block=(rows, columns), scale_ndim=2)
 
 
 def _kind_of(built: VLLMModule) -> tuple[object, ...]:

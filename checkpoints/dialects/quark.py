@@ -29,7 +29,7 @@ _NO_LAYER_TYPES = (
     "AttributeError: 'NoneType' object has no attribute 'get' (layer_type_quant_config is missing)"
 )
 _NO_SCHEME = "it has no scheme of Quark's with these weights and inputs"
-_TWO = ("weight", "weight_scale")
+_TWO = frozenset({"weight", "weight_scale"})
 _ONE_FP8_SCALE = ("fp8_e4m3", "per_tensor", False)
 _MX_DTYPES = ("fp4", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3")
 _MX_FORMS: Mapping[str, Form] = {"fp4": "mxfp4", "fp8_e4m3": "mxfp8"}
@@ -152,7 +152,7 @@ def scheme_of(layer: QuarkLayer, pack_method: str, *, is_experts: bool) -> VLLMM
 def _with_inputs(
     weight: QuarkTensor, inputs: QuarkTensor, *, is_experts: bool
 ) -> VLLMModule | None:
-    leaves = [*_TWO]
+    leaves = list[str]()
     is_dynamic = inputs.is_dynamic
     if not is_dynamic:
         leaves.append("input_scale")
@@ -167,7 +167,7 @@ def _with_inputs(
             are_symmetric = weight.symmetric and inputs.symmetric
             are_blocks = weight.block_size == (128, 128) and inputs.group_size == 128
             if inputs.qscheme == "per_group" and are_symmetric and are_blocks:
-                return registers("fp8_block", *_TWO, block=(128, 128))
+                return registers("fp8_block", block=(128, 128))
         case "int8", qscheme, is_computed if weight.symmetric:
             is_static = inputs.kind == ("int8", "per_tensor", False) and not is_computed
             if is_static or inputs.kind == ("int8", "per_channel", True):
@@ -205,8 +205,7 @@ def _of_lists(
     ]
     if kinds == of_nvfp4 and weights[0].group_size == inputs[0].group_size == 16:
         # modelopt calls the inputs' scale `input_scale`.
-        leaves = (*_TWO, "weight_scale_2", "input_scale_2")
-        return registers("nvfp4_modelopt", *leaves, group_size=16)
+        return registers("nvfp4_modelopt", "input_scale_2")
     if is_experts and kinds[1] == ("int4", "per_channel", False):
         return UNKNOWN
     return None
@@ -217,7 +216,7 @@ def _mx(weight: QuarkTensor, *of_inputs: str) -> VLLMModule | None:
     is_grouped = weight.group_size == 32 and weight.scale_format == "e8m0"
     if weight.qscheme == "per_group" and is_grouped:
         if weight.dtype in _MX_FORMS:
-            return registers(_MX_FORMS[weight.dtype], *_TWO, *of_inputs, group_size=32)
+            return registers(_MX_FORMS[weight.dtype], leaves=_TWO.union(of_inputs))
         if weight.dtype in _MX_DTYPES:
             return UNKNOWN
         return None
