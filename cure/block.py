@@ -1,7 +1,7 @@
 """`keepmtp fix --from`: the MTP block of the release, in place of one that is lost or broken.
 
-In: the check of the checkpoint, the opened release, and a word for the block. Out: the plan of the
-block; and in the proposal, the checkpoint with it.
+In: a checkpoint, its release, and a word for the block. Out: the plan of the block; and in the
+proposal, the checkpoint with it.
 
 The packing is that of `keepmtp quantize`. What the new checkpoint will be is checked from headers
 before a byte is written. Only the block's tensors are read, from a Hub repository by range
@@ -34,18 +34,14 @@ from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
 from ..recipes.frozen import Bar
-from ..validate.check.check import Checked, examine
 from ..validate.check.values import check_values
 
-_ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
 
-
-def put_block(proposal: Proposal, checked: Checked, source: Source, mtp: str | None = None) -> Plan:
+def put_block(proposal: Proposal, source: Source, mtp: str | None = None) -> Plan:
     """Give a checkpoint the block of its release, and the lists that say so.
 
     Args:
         proposal: of the checkpoint, without a change.
-        checked: the check of the checkpoint.
         source: the release that it was made from.
         mtp: `source`, `bf16` or a scheme; None for `source` where the checkpoint's dialect can say
             it, else `bf16`.
@@ -55,9 +51,9 @@ def put_block(proposal: Proposal, checked: Checked, source: Source, mtp: str | N
         CheckpointError: no block in the release, or an unknown dialect.
     """
     quantized = proposal.source
-    dialect = readable(checked).dialect
-    family = readable(checked).view.family
-    _ = readable(examine(source))
+    runtime = RuntimeView.of(quantized)
+    dialect = runtime.dialect
+    family = runtime.view.family
     refuse_another_model(quantized, source)
     if isinstance(dialect, UnknownDialect):
         raise CheckpointError(
@@ -104,7 +100,7 @@ def put_block(proposal: Proposal, checked: Checked, source: Source, mtp: str | N
     # be on the list.
     schemes = {tensor.module: tensor.scheme for tensor in plan.tensors}
     for _ in range(2):
-        say_what_is_stored(readable(examine(proposal.outcome())), proposal, schemes)
+        say_what_is_stored(RuntimeView.of(proposal.outcome()), proposal, schemes)
     return plan
 
 
@@ -141,34 +137,3 @@ def write_block(plan: Plan, folder: Path, bar: Callable[[str], Bar]) -> None:
             )
     changed = f"Remove {folder}, and run the same command again"
     refuse_changed_files(release, release.states, cure=changed)
-
-
-def refuse_unbuilt(checked: Checked) -> None:
-    """Refuse a new block that is not built as it is stored: a broad entry of the old config reaches
-    it.
-
-    Raises:
-        CheckpointError: names what is wrong with it.
-    """
-    runtime = readable(checked)
-    for each in checked.data.findings:
-        is_of_block = each.rule in _ABOUT_THE_BLOCK or runtime.is_mtp_name(each.where)
-        if each.severity == "error" and is_of_block:
-            raise CheckpointError(
-                each.where,
-                "the new MTP block must be built as it is stored",
-                got=each.says,
-                cure=f"{each.cure}, in {checked.data.path}",
-            )
-
-
-def readable(checked: Checked) -> RuntimeView:
-    """Refuse a checkpoint that the check cannot read, such as a config.json with values of another
-    type.
-    """
-    if checked.runtime is None:
-        first = checked.data.findings[0]
-        raise CheckpointError(
-            first.where, "the check must be able to read it", got=first.says, cure=first.cure
-        )
-    return checked.runtime
