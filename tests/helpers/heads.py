@@ -7,25 +7,19 @@ says of it on pretended GPUs.
 """
 
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
+import matrix
 import releases
-from checkpoint_files import write
+from checkpoint_files import Checkpoint
 from commands import ROOT
 from dry_corpus import SEPARATE, TWINS
 from good import with_packed
 from keepmtp.recipes.conventions import ALGORITHMS, FORMATS, Format
-from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
-from keepmtp.validate.check.check import examine
-from keepmtp.validate.dryload.check_on import Case, load_with_cures, with_loads
-from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.dry_load import GPU
-from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 
 MODELS = [model for model in releases.MODELS if model not in (*TWINS, *SEPARATE)]
@@ -54,38 +48,26 @@ def places(models: Iterable[str] = MODELS) -> list[Place]:
 
 
 def run(
-    asked: Sequence[Place], vllms: Iterable[VLLM], gpus: Iterable[GPU]
+    asked: Sequence[Place], vllms: Iterable[VLLM], gpus: Sequence[GPU]
 ) -> dict[Place, dict[str, str]]:
     """What each version says of each combination: "" where it loads on all GPUs, else why not; and
     under "plan" keepmtp's refusal.
     """
     told: dict[Place, dict[str, str]] = defaultdict(dict)
-    folders = dict[Place, Path]()
-    with tempfile.TemporaryDirectory() as scratch:
-        for number, place in enumerate(asked):
-            model, format, group, word = place
-            try:
-                folders[place] = write(
-                    Path(scratch) / str(number), with_packed(model, group, word, format)
-                )
-            except RecipeError as refusal:
-                told[place]["plan"] = str(refusal)
-        for vllm in vllms:
-            cases = dict[Place, Case]()
-            for place, folder in folders.items():
-                checked = examine(folder, vllm=vllm.version)
-                cases[place] = Job(folder=folder, method=checked.method), checked
-            for gpu in gpus:
-                with DryLoader(vllm, gpu=gpu) as loader:
-                    accounts = load_with_cures(loader, [*cases.values()])
-                for (place, (_, checked)), account in zip(cases.items(), accounts, strict=True):
-                    errors = errors_of(with_loads(checked, [account]).data.findings)
-                    why = ""
-                    if errors and not account.load.cures:
-                        why = errors[0].says
-                    told[place].setdefault(vllm.version, why)
-                    told[place][vllm.version] = told[place][vllm.version] or why
+    for vllm in vllms:
+        for (*place, _, _), text in matrix.run(asked, gpus, (1,), vllm, _checkpoint).items():
+            answers = told[tuple(place)]
+            if text.startswith(matrix.REFUSED):
+                answers["plan"] = text
+            elif text.startswith(matrix.LOADS):
+                answers.setdefault(vllm.version, "")
+            else:
+                answers[vllm.version] = answers.get(vllm.version) or text
     return told
+
+
+def _checkpoint(model: str, format: Format, group: str, word: str) -> Checkpoint:
+    return with_packed(model, group, word, format)
 
 
 def markdown(told: dict[Place, dict[str, str]]) -> str:

@@ -11,9 +11,10 @@ the report says without them, or what it says instead.
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import releases
@@ -37,8 +38,8 @@ INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules 
 TPS = (1, 4)
 COLUMNS = ("sm90", "sm100", "sm120")  # sm80 to sm89 are in docs/schemes.md
 DOCS = ROOT / "docs" / "tables" / "matrix.md"
-LOADS, CURED = "loads", "loads with cures"
-Cells = dict[tuple[str, str, str, int], str]
+LOADS, CURED, REFUSED = "loads", "loads with cures", "not made: "
+Cells = dict[tuple[Any, ...], str]
 """(model, variant, GPU, TP) -> LOADS, CURED and why not without, or why not."""
 
 
@@ -76,23 +77,33 @@ VARIANTS = {
 }
 
 
+def of_variant(model: str, variant: str) -> Checkpoint:
+    return VARIANTS[variant](model)
+
+
 def run(
-    checkpoints: Iterable[tuple[str, str]], gpus: Iterable[GPU], tps: tuple[int, ...], vllm: VLLM
+    checkpoints: Iterable[tuple[str, ...]],
+    gpus: Iterable[GPU],
+    tps: tuple[int, ...],
+    vllm: VLLM,
+    make: Callable[..., Checkpoint] = of_variant,
 ) -> Cells:
-    """Judge each (model, variant) on every GPU at every TP size; one vLLM process a GPU."""
+    """Judge each (model, variant) on every GPU at every TP size; one vLLM process a GPU. `make`
+    says what a name's checkpoint is; a name begins with a model.
+    """
     cells, made, refused = Cells(), {}, {}
     with tempfile.TemporaryDirectory() as scratch:
-        for model, variant in checkpoints:
+        for name in checkpoints:
             try:
-                checkpoint = VARIANTS[variant](model)
+                checkpoint = make(*name)
             except RecipeError as refusal:
-                refused[model, variant] = _plain(f"not made: {refusal}")
+                refused[name] = _plain(f"{REFUSED}{refusal}")
             else:
                 folder = write(Path(scratch) / f"{len(made)}", checkpoint)
                 examined = examine(folder, vllm=vllm.version)
-                made[model, variant] = examined, separate_target(model, folder), folder
+                made[name] = examined, separate_target(name[0], folder), folder
         for gpu in gpus:
-            cases = dict[tuple[str, str, GPU, int], Case]()
+            cases = dict[tuple[Any, ...], Case]()
             for name, (examined, target, folder) in made.items():
                 checked = examined
                 if target:

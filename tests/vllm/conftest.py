@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from pathlib import Path
 
-import heads
 import matrix
 import pytest
 from checkpoint_files import Checkpoint, write
@@ -66,7 +65,7 @@ def one_loader(dry_loader) -> Iterator[None]:
                 return DryLoader(vllm, gpu=gpu)
             return nullcontext(dry_loader(gpu, vllm.site))
 
-        for module in (check_on, heads, matrix):
+        for module in (check_on, matrix):
             patched.setattr(module, "DryLoader", loader)
         yield
 
