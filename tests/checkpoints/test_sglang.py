@@ -204,9 +204,7 @@ def test_the_check_finds_what_the_plan_says():
 
 
 @pytest.mark.full
-def test_how_many_outputs_resolve_in_both():
-    assert sglang_table.counted("compressed-tensors") == {"yes": 129, "no": 103, "-": 2}
-    assert sglang_table.counted("modelopt") == {"yes": 76, "no": 74, "-": 6}
+def test_the_page_says_how_many_outputs_resolve_in_both():
     assert sglang_table.DOCS.read_text() == sglang_table.text(), "run `make docs`"
 
 

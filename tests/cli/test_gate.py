@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from commands import assert_shows, keepmtp, ran, refused
 from data_files import cases
-from keepmtp.validate.facts.results import file_of
 from keepmtp.validate.report.report import refresh
 from measured import Answers, measured
 
@@ -48,19 +47,6 @@ def test_what_does_not_pass_has_its_own_exit_status(answers, status, verdict, sa
     assert told["verdict"] == reason["verdict"] == verdict and reason["gate"] == "gsm8k"
     assert (reason["needed"] is None) == (verdict == "regression")
     assert_shows(ran("eval glm --only gates", status=status), *says)
-
-
-def test_what_was_not_measured_is_infeasible():
-    folder = measured(Path("glm"))
-    for station in ("eval", "serve"):
-        file_of(folder, station).unlink()
-    refresh(folder)
-    assert_shows(
-        ran("eval glm --only gates", status=3),
-        "loads not measured Not tried. `keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM",
-        "acceptance not measured Not measured of both source and checkpoint: `keepmtp eval",
-        "gsm8k not measured Not measured: `keepmtp eval CHECKPOINT` does. not measured",
-    )
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.validate.check.check import check
 from outputs import digests, forks
 from releases import write_checkpoint
-from written_values import drop_block, overwrite, poke, tensors_of, without_block
+from written_values import drop_block, overwrite, tensors_of, without_block
 
 
 def quantized(folder: Path, recipe: str, **choices: str) -> Path:
@@ -184,13 +184,6 @@ def test_a_repository_whose_old_block_shares_a_file_must_be_downloaded(hub, tmp_
         match=r"of the old block and of the backbone must be here; got model-2\.safetensors",
     ):
         planned("org/broken", "org/right")
-
-
-def test_a_block_with_norms_of_zero_is_replaced(whole, tmp_path):
-    """It loads without a word, and drafts at 0 %."""
-    broken = shutil.copytree(whole, tmp_path / "broken")
-    poke(broken, "model.layers.3.enorm.weight", 0.0)
-    assert tensors_of(grafted(broken, tmp_path / "new")) == tensors_of(whole)
 
 
 # --- refused --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ refused.
 
 import json
 import os
-import signal
 import struct
 from contextlib import suppress
 from dataclasses import replace
@@ -144,19 +143,6 @@ def test_ended_at_every_step_the_same_command_gives_the_same_bytes(old, tmp_path
             made(changed(old), out)
         assert digests(out).items() >= wanted.items(), step
     assert step > 25 and {(False, False), (True, True)} <= ends
-
-
-@pytest.mark.parametrize("step", [9, 26])
-def test_a_killed_process_leaves_nothing_that_stops_the_next(old, tmp_path, monkeypatch, step):
-    wish, out = changed(old), tmp_path / "out"
-    if (child := os.fork()) == 0:
-        ended_at(step, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        made(wish, out)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL and partial_path(out).is_dir()
-    made(changed(old), tmp_path / "whole")
-    made(changed(old), out)
-    assert digests(out) == digests(tmp_path / "whole") and not partial_path(out).exists()
 
 
 def test_what_another_run_has_begun_stays(old, tmp_path):
