@@ -92,16 +92,14 @@ def quark_nvfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Ch
     return told(checkpoint, SAID["quark"] | {"global_quant_config": SAID["quark nvfp4"]} | entries)
 
 
-def quark_mxfp4(
-    model: str = "glm-4.7", mtp: str = "bf16", *, element: str = "fp4", **entries: Any
-) -> Checkpoint:
+def quark_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
     """MXFP4 weights and inputs as Quark writes them for AMD's GPUs, such as
     amd/DeepSeek-R1-0528-MXFP4.
     """
     checkpoint = ours(model, "MXFP4", mtp)
     checkpoint.rename(r"(.*)\.weight_packed", r"\1.weight")
     group = SAID["quark nvfp4"]["weight"][0]
-    weight = group | {"dtype": element, "group_size": 32, "scale_format": "e8m0"}
+    weight = group | {"group_size": 32, "scale_format": "e8m0"}
     said = {"weight": weight, "input_tensors": weight | {"is_dynamic": True}}
     return told(checkpoint, SAID["quark"] | {"global_quant_config": said} | entries)
 
@@ -152,12 +150,12 @@ def modelopt(model: str, scheme: str = "NVFP4", mtp: str = "bf16", **changes: An
     return checkpoint
 
 
-def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Checkpoint:
+def mixed(model: str = "glm-4.7", scheme: str = "FP8") -> Checkpoint:
     """MIXED_PRECISION: every quantized module by name, everything else plain without being
     excluded.
     """
-    checkpoint = modelopt(model, scheme, mtp)
-    modules = runtime_modules(modules_of(planned(model, scheme, mtp)))
+    checkpoint = modelopt(model, scheme)
+    modules = runtime_modules(modules_of(planned(model, scheme, "bf16")))
     checkpoint.config["quantization_config"] = {
         "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",

@@ -127,9 +127,9 @@ def beside(folder: Path, what: str, rank: int) -> Path:
     return folder.with_name(f"{folder.name}.{what}-{rank}")
 
 
-def events(folder: Path, rank: int = 0) -> list[int]:
+def events(folder: Path) -> list[int]:
     """Layers done, in the order in which they were reported."""
-    return [*map(int, beside(folder, "events", rank).read_text().splitlines())]
+    return [*map(int, beside(folder, "events", 0).read_text().splitlines())]
 
 
 def summary(folder: Path, rank: int = 0) -> dict[str, Any]:

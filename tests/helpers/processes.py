@@ -49,9 +49,9 @@ def says(mark: str, words: str) -> bool:
     return any(words in said for said in marked(mark).values())
 
 
-def none_left(word: str, seconds: float = 60.0) -> None:
+def none_left(word: str) -> None:
     """Wait until there is none; a process that was killed takes a moment to be gone."""
-    until(lambda: not marked(word), seconds=seconds)
+    until(lambda: not marked(word))
 
 
 def until(

@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpoint_files import Checkpoint
 from data_files import json_of, table
+from foreign_form import leaves_of
 from good import released
 from layouts import COMMON, TABLES, Config, Tensors, build
 from releases import source_layout
@@ -130,7 +131,6 @@ def minimax_halves() -> tuple[Checkpoint, Checkpoint]:
 
 FOLDER = Path(__file__).parent.parent / "validate" / "check" / "real"
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
-Spec = tuple[str, tuple[int, ...]]
 
 
 @cache
@@ -151,7 +151,7 @@ def real_release(name: str) -> Checkpoint:
     if "hf_quant_config" in given:
         checkpoint.json_files["hf_quant_config.json"] = given["hf_quant_config"]
     plain = _plain(checkpoint.tensors) if given["starts_plain"] else checkpoint.tensors
-    tensors: dict[str, Spec] = {}
+    tensors: Tensors = {}
     for tensor, (dtype, shape) in _one_by_one(plain).items():
         module, _, leaf = tensor.rpartition(".")
         form = _form(given, module)
@@ -161,7 +161,8 @@ def real_release(name: str) -> Checkpoint:
             columns = shape[1] * (
                 2 if dtype == "I8" else 1
             )  # DeepSeek-V4's experts have four bits in the release
-            tensors |= {f"{module}.{part}": spec for part, spec in _packed(form, shape[0], columns)}
+            packed = _packed(form, shape[0], columns)
+            tensors |= {f"{module}.{part}": spec for part, spec in packed.items()}
     checkpoint.tensors = tensors
     return checkpoint
 
@@ -182,44 +183,34 @@ def _form(given: dict[str, Any], module: str) -> str:
     )
 
 
-def _packed(form: str, rows: int, columns: int) -> list[tuple[str, Spec]]:
+def _packed(form: str, rows: int, columns: int) -> Tensors:
     """What modelopt and DeepSeek's own FP8 write for a matrix."""
-    scalar = ("F32", ())
-    four_bits = [
-        ("weight", ("U8", (rows, columns // 2))),
-        ("weight_scale", ("F8_E4M3", (rows, columns // 16))),
-    ]
+    four_bits = {
+        "weight": ("U8", (rows, columns // 2)),
+        "weight_scale": ("F8_E4M3", (rows, columns // 16)),
+        "weight_scale_2": ("F32", ()),
+    }
+    fp8 = {"weight": ("F8_E4M3", (rows, columns))}
     match form:
         case "NVFP4":
-            return [*four_bits, ("weight_scale_2", scalar), ("input_scale", scalar)]
+            return four_bits | {"input_scale": ("F32", ())}
         case "W4A16_NVFP4":
-            return [*four_bits, ("weight_scale_2", scalar)]
+            return four_bits
         case "FP8":
-            return [
-                ("weight", ("F8_E4M3", (rows, columns))),
-                ("weight_scale", scalar),
-                ("input_scale", scalar),
-            ]
+            return fp8 | dict.fromkeys(("weight_scale", "input_scale"), ("F32", ()))
         case "MXFP8":
-            return [
-                ("weight", ("F8_E4M3", (rows, columns))),
-                ("weight_scale", ("U8", (rows, columns // 32))),
-            ]
-        case "GPTQ" | "GPTQ_64":
-            groups = columns // (64 if form == "GPTQ_64" else 128)
-            return [
-                ("qweight", ("I32", (columns // 8, rows))),
-                ("scales", ("F16", (groups, rows))),
-                ("qzeros", ("I32", (groups, rows // 8))),
-                ("g_idx", ("I32", (columns,))),
-            ]
+            return fp8 | {"weight_scale": ("U8", (rows, columns // 32))}
+        case "GPTQ":
+            return leaves_of(rows, columns, "gptq")
+        case "GPTQ_64":
+            return leaves_of(rows, columns, "gptq", 64)
         case "FP8_BLOCK":
             blocks = (-(-rows // 128), -(-columns // 128))
-            return [("weight", ("F8_E4M3", (rows, columns))), ("weight_scale_inv", ("F32", blocks))]
+            return fp8 | {"weight_scale_inv": ("F32", blocks)}
     raise ValueError(form)
 
 
-def _plain(tensors: dict[str, Spec]) -> dict[str, Spec]:
+def _plain(tensors: Tensors) -> Tensors:
     """A release in FP8 blocks, dequantized."""
     scales = {name for name in tensors if name.endswith(".weight_scale_inv")}
     return {
@@ -229,9 +220,9 @@ def _plain(tensors: dict[str, Spec]) -> dict[str, Spec]:
     }
 
 
-def _one_by_one(tensors: dict[str, Spec]) -> dict[str, Spec]:
+def _one_by_one(tensors: Tensors) -> Tensors:
     """Experts of the backbone that are stacked in the release are exported one by one."""
-    found: dict[str, Spec] = {}
+    found: Tensors = {}
     for name, (dtype, shape) in tensors.items():
         stem, _, last = name.rpartition(".")
         if not stem.endswith(".experts") or len(shape) != 3 or name.startswith("mtp."):

@@ -106,12 +106,12 @@ CPU = VLLM(
 H100 = replace(CPU, build="cuda", gpus=(GPU(name="H100", capability="9.0", memory_gib=80.0),))
 
 
-def asked_values(request: pytest.FixtureRequest, name: str) -> set[str]:
-    """The values of a parameter among those tests of a fixture's file that will run."""
+def asked_names(request: pytest.FixtureRequest) -> set[str]:
+    """The values of `name` among those tests of a fixture's file that will run."""
     items = [
         item
         for item in request.session.items
         if item.path == request.path and isinstance(item, pytest.Function)
     ]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    return {each[name] for each in params if name in each}
+    return {each["name"] for each in params if "name" in each}

@@ -63,16 +63,14 @@ _TOKENS = 10_000
 FLASH = {0: 105.9, 1: 152.7, 2: 179.9, 3: 193.0, 4: 162.1}
 
 
-def repetition(
-    k: int, rate: float, *, number: int = 0, share: float = 0.9, requests: int = 40
-) -> Repetition:
+def repetition(k: int, rate: float, *, number: int = 0, share: float = 0.9) -> Repetition:
     """So many tokens a second; each position accepts `share` of what the one before accepted."""
     kept = [round(4000 * share**position) for position in range(1, k + 1)]
     return Repetition(
         number=number,
         at=AT,
         seconds=_TOKENS / rate,
-        requests=requests,
+        requests=40,
         input_tokens=4 * _TOKENS,
         output_tokens=_TOKENS,
         first_token_ms=20.0,

@@ -8,13 +8,8 @@ from copy import deepcopy
 
 import foreign_form
 from checkpoint_files import Checkpoint
-from layouts import Tensors
+from layouts import COMMON, Tensors, build
 
-HIDDEN = 256
-WIDE = 512
-LAYERS = 6
-VOCABULARY = 320
-EXPERTS = 4
 _SAID = foreign_form.SAID
 CONFIG = _SAID["llama"]
 SAID = {
@@ -26,6 +21,22 @@ SAID = {
 } | {
     name: _SAID[name] for name in ("compressed-tensors", "compressed-tensors, integers", "modelopt")
 }
+_TABLES = COMMON | {
+    "llama": {
+        ".": "ends",
+        "model.layers.{num_hidden_layers}": [
+            "norms",
+            "attention",
+            "dense if model_type == 'llama'",
+            "routed if model_type != 'llama'",
+        ],
+    },
+    "attention": {"self_attn": ["gqa 1", "qk_norm if model_type != 'llama'"]},
+    "routed": {
+        "mlp.gate": "linear num_experts hidden_size",
+        "mlp.experts.{num_experts}": "gated moe_intermediate_size hidden_size",
+    },
+}
 
 
 def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
@@ -34,49 +45,26 @@ def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
     """
     config = dict(CONFIG)
     said = deepcopy(SAID.get(tool, {}))
-    if said:
-        config["quantization_config"] = said
     if experts:
         if "modules_to_not_convert" in said:
             said["modules_to_not_convert"].append("mlp.gate")  # gate_proj in a dense one
         config |= {
             "model_type": "qwen3_moe",
             "architectures": ["Qwen3MoeForCausalLM"],
-            "num_experts": EXPERTS,
+            "num_experts": 4,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": WIDE,
-            "head_dim": HIDDEN // 4,
+            "moe_intermediate_size": 512,
         }
-    tensors = {
-        "model.embed_tokens.weight": ("BF16", (VOCABULARY, HIDDEN)),
-        "model.norm.weight": ("BF16", (HIDDEN,)),
-        "lm_head.weight": ("BF16", (VOCABULARY, HIDDEN)),
-    }
-    for number in range(LAYERS):
-        stem = f"model.layers.{number}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{stem}{norm}.weight"] = ("BF16", (HIDDEN,))
-        if experts:
-            tensors[f"{stem}mlp.gate.weight"] = ("BF16", (EXPERTS, HIDDEN))
-            for norm in ("q_norm", "k_norm"):
-                tensors[f"{stem}self_attn.{norm}.weight"] = ("BF16", (HIDDEN // 4,))
-        for path, (rows, columns) in _matrices(experts=experts).items():
-            for leaf, spec in _stored(tool, rows, columns).items():
-                tensors[f"{stem}{path}.{leaf}"] = spec
+    tensors = {}
+    for name, (dtype, shape) in build("llama", config, _TABLES).items():
+        leaves = {"weight": (dtype, shape)}
+        if name.endswith("_proj.weight"):
+            leaves = _stored(tool, *shape)
+        for leaf, spec in leaves.items():
+            tensors[f"{name.removesuffix('weight')}{leaf}"] = spec
+    if said:
+        config["quantization_config"] = said
     return Checkpoint(config=config, tensors=tensors)
-
-
-def _matrices(*, experts: bool) -> dict[str, tuple[int, int]]:
-    heads = dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (HIDDEN, HIDDEN))
-    heads |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (HIDDEN // 2, HIDDEN))
-    mlp = {"gate_proj": (WIDE, HIDDEN), "up_proj": (WIDE, HIDDEN), "down_proj": (HIDDEN, WIDE)}
-    stems = ["mlp."]
-    if experts:
-        stems = [f"mlp.experts.{number}." for number in range(EXPERTS)]
-    for stem in stems:
-        for last, shape in mlp.items():
-            heads[stem + last] = shape
-    return heads
 
 
 def _stored(tool: str, rows: int, columns: int) -> Tensors:

@@ -49,11 +49,9 @@ def lively(
     model: str,
     *,
     changes: Mapping[str, Any] | None = None,
-    factor: float = 4.0,
     is_packed: bool = True,
 ) -> Path:
-    """A tiny checkpoint of BF16 noise whose matrices are `factor` times as large as the layouts'
-    own.
+    """A tiny checkpoint of BF16 noise whose matrices are four times as large as the layouts' own.
 
     At 0.02 the scores of attention are all but equal, and nothing that turns or masks keys would
     show. Norms are
@@ -77,7 +75,7 @@ def lively(
     noise = torch.Generator().manual_seed(0)
     for name, value in weights.items():
         if value.ndim > 1 and value.dtype in (torch.bfloat16, torch.float32):
-            weights[name] = value * factor
+            weights[name] = value * 4.0
         elif "norm" in name and name.endswith(".weight"):
             weights[name] = value * (0.4 + 1.2 * torch.rand(value.shape, generator=noise)).to(
                 value.dtype

@@ -27,6 +27,7 @@ from keepmtp.validate.check.check import check
 from outputs import digests
 from real_vllm import QWEN, in_vllm
 from safetensors.torch import load_file, save_file
+from writing import weights_of
 from written_values import fill, poke, tensors_of
 
 WORDS = {"experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8"}
@@ -93,6 +94,7 @@ def test_scales_of_the_cache_follow_their_attention(first, tmp_path):
     assert was in before and was not in after
     # Numbers that BF16 does not hold stay F32.
     assert after[becomes][:2] == ("F32", () if OTHER[first] == "modelopt" else (1,))
+    assert weights_of(tmp_path / "there")[becomes].item() == weights_of(made)[was].item()
     own = "model.layers.3.self_attn.attn.v_scale"
     assert after[own] == before[own]
     converted(tmp_path / "there", tmp_path / "back")

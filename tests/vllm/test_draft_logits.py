@@ -23,7 +23,7 @@ from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, draft_steps
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import families
 from keepmtp.recipes.find import find_recipe
-from real_vllm import NEEDS_VLLM, asked_values, in_vllm
+from real_vllm import NEEDS_VLLM, asked_names, in_vllm
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from writing import changed, filled, lively, plan_over, weights_of
@@ -90,7 +90,7 @@ class Drafted:
 def drafted(request, tmp_path_factory) -> dict[str, Drafted]:
     """vLLM's drafts by checkpoint; one process for all."""
     made = tmp_path_factory.mktemp("drafted")
-    asked = asked_values(request, "name") - LACKING
+    asked = asked_names(request) - LACKING
     folders = {name: ROOT / "models" / name for name in SHIPPED if name in asked}
     for name in asked & {*UNTRAINED}:
         folders[name] = lively(

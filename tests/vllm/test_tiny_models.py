@@ -9,7 +9,7 @@ import pytest
 from commands import GLM, ROOT
 from keepmtp.validate.check.check import examine
 from readme import ACCEPTED
-from real_vllm import HAS_AVX512, NEEDS_VLLM, QWEN, asked_values, in_vllm
+from real_vllm import HAS_AVX512, NEEDS_VLLM, QWEN, asked_names, in_vllm
 from releases import made_of
 from written_values import broken
 
@@ -44,7 +44,7 @@ pytestmark = NEEDS_VLLM
 def served(request, tmp_path_factory) -> dict[str, dict]:
     """Results by checkpoint: the sources and the quantized ones."""
     made = tmp_path_factory.mktemp("made")
-    asked = asked_values(request, "name")
+    asked = asked_names(request)
     sources = {MADE[name][0] for name in asked & {*MADE}} | asked & {*SOURCES}
     folders = {name: ROOT / "models" / name for name in sources}
     for name in asked & {*MADE}:

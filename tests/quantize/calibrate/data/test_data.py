@@ -203,14 +203,14 @@ CHATML = (
 )
 
 
-def talks(count: int = 40) -> list[list[dict[str, str]]]:
+def talks() -> list[list[dict[str, str]]]:
     """System, user, assistant, user, assistant: words under 100 are never an answer's, those over
     100 always are.
     """
     turns = (("system", 0), ("user", 20), ("assistant", 100), ("user", 40), ("assistant", 200))
     return [
         [{"role": role, "content": f"w{n + at} w{n + at + 1}"} for role, at in turns]
-        for n in range(1, count + 1)
+        for n in range(1, 41)
     ]
 
 

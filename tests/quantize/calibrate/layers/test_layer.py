@@ -217,11 +217,9 @@ SHAPES = (
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "gate_proj", "up_proj", "down_proj")
 
 
-def toy_batches(samples: int = 3) -> list[dict[str, Tensor]]:
+def toy_batches() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        {"hidden": torch.randn(2, 16, 128, generator=generator).bfloat16()} for _ in range(samples)
-    ]
+    return [{"hidden": torch.randn(2, 16, 128, generator=generator).bfloat16()} for _ in range(3)]
 
 
 def of_toy(toy: Toy, schemes: str | dict[str, str], algorithm: str, **work) -> Calibrated:
