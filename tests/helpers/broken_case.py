@@ -1,6 +1,6 @@
 """A checkpoint that is broken on purpose, and what the check must say of it: a row of a rule's test.
 
-In: a good checkpoint and changes. Out: `Case`s, `rows` for a test, and `assert_found`. broken.py
+In: a good checkpoint and changes. Out: `Case`s, and `finds`, a test of some. broken.py
 collects those that people met.
 """
 
@@ -89,27 +89,23 @@ def rows(rule: str, *cases: Case) -> pytest.MarkDecorator:
 def finds(
     rule: str, *cases: Case, about: Iterable[str] = (), **asked: Any
 ) -> Callable[[Case, Path], None]:
-    """A test of these rows: `assert_found` for each."""
-
-    @rows(rule, *cases)
-    def test(case: Case, tmp_path: Path) -> None:
-        assert_found(case, tmp_path, about=about, **asked)
-
-    return test
-
-
-def assert_found(case: Case, folder: Path, *, about: Iterable[str] = (), **asked: Any) -> None:
-    """The check finds what the row says, and nothing of its rule in the good checkpoint.
+    """A test of these rows: the check finds what the row says, and nothing of its rule in the good
+    checkpoint.
 
     Args:
         about: the rules that are looked at, if not all.
         asked: `source` and `runtimes` of the check.
     """
-    findings = check(write(folder / "checkpoint", case.build()), **asked).findings
-    assert_all(case, [finding for finding in findings if finding.rule in (about or [finding.rule])])
-    if isinstance(case.base, str):
-        rules = {wanted["rule"] for wanted in case.found}
-        assert rules.isdisjoint(_rules_of(case.base))
+
+    @rows(rule, *cases)
+    def test(case: Case, tmp_path: Path) -> None:
+        findings = check(write(tmp_path / "checkpoint", case.build()), **asked).findings
+        assert_all(case, [each for each in findings if each.rule in (about or [each.rule])])
+        if isinstance(case.base, str):
+            rules = {wanted["rule"] for wanted in case.found}
+            assert rules.isdisjoint(_rules_of(case.base))
+
+    return test
 
 
 def assert_all(case: Case, findings: Iterable[Finding]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -41,13 +42,19 @@ def holds(names: str, value: float, *, at: int | slice = slice(None)) -> Change:
     return change
 
 
-def assert_values(case: Case, folder: Path, *, level: str = "scales") -> None:
-    found = check_values(opened(write(folder / "checkpoint", case.build())), level)
-    assert_all(case, found)
-    assert all(finding.origin == "values" for finding in found)
+def finds_values(rule: str, *cases: Case, level: str = "scales") -> Callable[[Case, Path], None]:
+    """A test of these rows."""
+
+    @rows(rule, *cases)
+    def test(case: Case, tmp_path: Path) -> None:
+        found = check_values(opened(write(tmp_path / "checkpoint", case.build())), level)
+        assert_all(case, found)
+        assert all(finding.origin == "values" for finding in found)
+
+    return test
 
 
-@rows(
+test_objections = finds_values(
     "norm",
     case(
         "a norm of zeros in the MTP block",
@@ -70,11 +77,9 @@ def assert_values(case: Case, folder: Path, *, level: str = "scales") -> None:
         says="huge",
     ),
 )
-def test_objections(case, tmp_path):
-    assert_values(case, tmp_path)
 
 
-@rows(
+test_zero_points = finds_values(
     "zero-points",
     case(
         "GPTQ's zero points are the middle less one",
@@ -103,11 +108,9 @@ def test_objections(case, tmp_path):
         where=f"{O_PROJ}.qzeros",
     ),
 )
-def test_zero_points(case, tmp_path):
-    assert_values(case, tmp_path)
 
 
-@rows(
+test_not_finite = finds_values(
     "finite",
     case(
         "vllm#45212, input scale inf",
@@ -139,11 +142,9 @@ def test_zero_points(case, tmp_path):
         among=True,
     ),
 )
-def test_not_finite(case, tmp_path):
-    assert_values(case, tmp_path)
 
 
-@rows(
+test_scale = finds_values(
     "scale-sign",
     case(
         "global scale 0",
@@ -227,11 +228,9 @@ def test_not_finite(case, tmp_path):
         among=True,
     ),
 )
-def test_scale(case, tmp_path):
-    assert_values(case, tmp_path)
 
 
-@rows(
+test_empty = finds_values(
     "empty-weight",
     case(
         "a matrix of zeros in the MTP block",
@@ -247,11 +246,9 @@ def test_scale(case, tmp_path):
         found=[],
     ),
 )
-def test_empty(case, tmp_path):
-    assert_values(case, tmp_path)
 
 
-@rows(
+test_empty_of_all = finds_values(
     "empty-weight",
     case(
         "a packed weight of zeros",
@@ -269,12 +266,11 @@ def test_empty(case, tmp_path):
         where=f"{DOWN}.weight_packed",
         among=True,
     ),
+    level="all",
 )
-def test_empty_of_all(case, tmp_path):
-    assert_values(case, tmp_path, level="all")
 
 
-@rows(
+test_magnitudes_are_those_of_weights = finds_values(
     "scale-magnitude",
     case(
         "a multiplier written as a divisor",
@@ -298,11 +294,9 @@ def test_empty_of_all(case, tmp_path):
         where=f"{DOWN}.weight_scale",
     ),
 )
-def test_magnitudes_are_those_of_weights(case, tmp_path):
-    assert_values(case, tmp_path)
 
 
-@rows(
+test_fused_scales_agree = finds_values(
     "fused-scales",
     case(
         "vllm#54150, gate and up",
@@ -319,11 +313,9 @@ def test_magnitudes_are_those_of_weights(case, tmp_path):
         where="model.layers.1.self_attn.k_proj.weight_global_scale",
     ),
 )
-def test_fused_scales_agree(case, tmp_path):
-    assert_values(case, tmp_path)
 
 
-@rows(
+test_fused_scales_agree_of_scalars = finds_values(
     "fused-scales",
     case(
         "q_a and kv_a of DeepSeek-V3",
@@ -374,12 +366,11 @@ def test_fused_scales_agree(case, tmp_path):
         severity="warning",
         where="model.layers.2.mlp.experts.1.up_proj.input_global_scale",
     ),
+    level="scalars",
 )
-def test_fused_scales_agree_of_scalars(case, tmp_path):
-    assert_values(case, tmp_path, level="scalars")
 
 
-@rows(
+test_input_scales_are_measured = finds_values(
     "input-scale-constant",
     case(
         "constant scales",
@@ -392,11 +383,9 @@ def test_fused_scales_agree_of_scalars(case, tmp_path):
         ],
     ),
 )
-def test_input_scales_are_measured(case, tmp_path):
-    assert_values(case, tmp_path)
 
 
-@rows(
+test_norms_have_learned = finds_values(
     "mtp-untrained",
     # The block was published, but not with what was trained.
     case(
@@ -407,5 +396,3 @@ def test_input_scales_are_measured(case, tmp_path):
         says="all 7 norms of this MTP layer hold 1 only",
     ),
 )
-def test_norms_have_learned(case, tmp_path):
-    assert_values(case, tmp_path)
