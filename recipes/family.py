@@ -48,23 +48,6 @@ end.
 
 
 @frozen
-class Interleaved:
-    """q, k and v in one matrix, whose rows come in slices: each has rows of q, then of k, then of
-    v.
-
-    Attributes:
-        into: paths of the three modules that keepmtp writes instead.
-        count: key of config.json that counts the slices.
-        sliding: key of the list that has a 1 for each layer with sliding attention. The sizes of
-            such a layer, and of an MTP layer, are under the keys with `swa_` before them.
-    """
-
-    into: tuple[str, ...]
-    count: str
-    sliding: str
-
-
-@frozen
 class Row:
     """One module of a block.
 
@@ -92,8 +75,8 @@ class Row:
         bias: the key of config.json that gives it a bias; "" where no key does.
         unit: a layer has all modules of a unit, or none; "" where the paths show what belongs
             together.
-        interleaved: the rows of q, k and v in it, where they are not in the order that vLLM
-            computes with.
+        interleaved: for q, k and v in one matrix, whose rows come in slices, each with rows of q,
+            then of k, then of v: paths of the three modules that keepmtp writes instead.
         is_drafts_own: for an embedding or head of the MTP block: vLLM's draft keeps it. Other
             drafts get the target's once they are loaded. For a module of the backbone: the draft
             loads it too, for itself.
@@ -117,7 +100,7 @@ class Row:
     where: Raw = field(default_factory=dict, hash=False)
     bias: str = ""
     unit: str = ""
-    interleaved: Interleaved | None = None
+    interleaved: tuple[str, ...] = ()
     table_scale: str = ""
     is_drafts_own: bool = False
     joins: str = ""

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from .family import Alias, Draft, Family, Interleaved, Layout, Loader, Renames, Row, Stem
+from .family import Alias, Draft, Family, Layout, Loader, Renames, Row, Stem
 from .frozen import Json, Raw, without
 from .runtimes.vllm import holds
 from .yaml_file import load_shipped
@@ -165,8 +165,6 @@ def _listed(
     why_kept = fields.pop("why_kept", usual)
     fields.setdefault("sides", tuple(_shared()["sides"].get(role, ())))
     runtime: str = fields.pop("runtime", fused)
-    if "interleaved" in fields:
-        fields["interleaved"] = Interleaved(**_fields(fields["interleaved"]))
     # vLLM's module has slots for scales unless there is a reason to keep it; of heads, towers and
     # usual glue the config decides.
     is_asked = role in _ASKED or (role == "glue" and why_kept == usual)

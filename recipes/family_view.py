@@ -405,24 +405,21 @@ class FamilyView:
         return (len(found) == self.num_mtp_layers) == bool(first)
 
     def slices(self, place: Place) -> tuple[int, int, int, int]:
-        """The number of slices of an interleaved matrix, and the rows of q, k and v in each.
+        """The number of slices of an interleaved matrix, and the rows of q, k and v in each. The
+        sizes of a layer with sliding attention, and of an MTP layer, are under keys of their own.
 
         Raises:
             CheckpointError: config.json does not say it.
         """
-        interleaved = place.row.interleaved
-        config = self.text_config
-        assert interleaved is not None, place.row.path
-        kinds = config.get(interleaved.sliding)
-        is_sliding = place.part == "mtp"
-        if isinstance(kinds, list) and place.layer is not None:
-            # The list may be shorter than config.json says that there are layers.
-            is_sliding |= kinds[place.layer : place.layer + 1] == [1]
-        prefix = "swa_" if is_sliding else ""
+        kinds = self.text_config.get("hybrid_layer_pattern") or ()
+        prefix = ""
+        # The list may be shorter than config.json says that there are layers.
+        if place.part == "mtp" or kinds[place.layer :][:1] == [1]:
+            prefix = "swa_"
         names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
-        keys = [interleaved.count, *(prefix + name for name in names)]
-        sizes: list[Any] = [config.get(key) for key in keys]
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
+        keys = ["num_key_value_heads", *(prefix + name for name in names)]
+        sizes = [self.number(key) for key in keys]
+        if not all(sizes):
             raise CheckpointError(
                 "config.json",
                 f"the rows of {place.module} need {', '.join(keys)}",

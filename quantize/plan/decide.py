@@ -359,7 +359,6 @@ class Decisions:
         """q, k and v in three matrices, each with its rows in order: vLLM takes those at any number
         of ranks.
         """
-        assert place.row.interleaved is not None
         count, *slices = self.view.slices(place)
         if len(weight.shape) != 2 or weight.shape[0] != count * sum(slices):
             raise CheckpointError(
@@ -373,7 +372,7 @@ class Decisions:
         if weight.form == "plain":
             dtype = weight.weight.dtype
         outputs = list[Output]()
-        for path, rows in zip(place.row.interleaved.into, slices, strict=True):
+        for path, rows in zip(place.row.interleaved, slices, strict=True):
             name = HFName(f"{place.stem}{path}.weight")
             outputs.append(Output(name, dtype, (count * rows, weight.shape[1])))
         made = _planned(weight, place, "dequantize", reason, tuple(outputs))

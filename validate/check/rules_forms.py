@@ -667,7 +667,7 @@ def _is_put_in_order(module: Module, member: Member) -> bool:
     leaves = {"weight", "weight_scale_inv"}
     is_block = module.resolution.built.leaves == leaves == member.weight.parts.keys()
     is_fp8 = member.weight.weight.dtype in FP8
-    return is_block and is_fp8 and member.place.row.interleaved is not None
+    return is_block and is_fp8 and member.place.row.interleaved != ()
 
 
 def _is_judged_elsewhere(view: StoredView, module: Module, member: Member) -> bool:

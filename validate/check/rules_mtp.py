@@ -523,7 +523,7 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
             continue
         # The checkpoint may have q, k and v apart where the source has them in one matrix.
         if place.row.interleaved:
-            apart = {HFName(place.stem + path) for path in place.row.interleaved.into}
+            apart = {HFName(place.stem + path) for path in place.row.interleaved}
             if apart <= runtime.weights.keys():
                 continue
         if name not in own:

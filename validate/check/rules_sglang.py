@@ -183,7 +183,7 @@ def _effect(build: SglangBuild, answer: Resolution, member: Member) -> str:
     is_known = not isinstance(build.readers[member.place.part].vllm, UnknownDialect)
     # A loader of SGLang's own makes it over: sliced rows of q, k and v, and what its table names.
     is_remade = weight.form in ("fp8_sliced", build.model.remade.get(row.path))
-    if is_remade or row.interleaved is not None or forms == {"plain"}:
+    if is_remade or row.interleaved or forms == {"plain"}:
         return ""
     if built.form == "unknown" and not (is_known and weight.form == "plain"):
         return ""
