@@ -43,7 +43,7 @@ from .quantize.plan.changes_alone import (
 from .quantize.plan.checkpoint_as_model import model_word, recipe_of_checkpoint
 from .quantize.plan.choices import choices_of, found_text, refuse_budget
 from .quantize.plan.draft_alone import draft_as_written, recipe_of_draft
-from .quantize.plan.plan import SHARD_BYTES, Plan, make_plan
+from .quantize.plan.plan import Plan, make_plan
 from .quantize.run.progress import SILENT, RunProgress
 from .quantize.write.output import claim, publish, refuse_output, tidied
 from .quantize.write.refusals import refuse
@@ -127,9 +127,10 @@ def plan_for(
             word, mtp_source=mtp_source, requantize=requantize, changes=changes, **choices
         )
     if draft_for is not None:
-        made = _plan_of_draft(recipe, opened, draft_for, trust_remote_code=trust_remote_code)
-        return made, found_text(made.recipe)
-    made = plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code)
+        made = _plan_of_draft(recipe, opened, draft_for)
+        return replace(made, trust_remote_code=trust_remote_code), found_text(made.recipe)
+    made = plan_before_measuring(recipe, opened)
+    made = replace(made, trust_remote_code=trust_remote_code)
     if made.is_draft_alone:
         rule = "a recipe without groups of the backbone must name who drafts with its block"
         cure = "Add --draft-for TARGET, or name the groups"
@@ -183,14 +184,11 @@ def _source_of(
     return with_donors(opened, donors)
 
 
-def _plan_of_draft(
-    recipe: Recipe, source: Source, draft_for: str, *, trust_remote_code: bool
-) -> Plan:
+def _plan_of_draft(recipe: Recipe, source: Source, draft_for: str) -> Plan:
     """The plan of the MTP block alone, as a draft for a finished checkpoint."""
     target = open_source(draft_for)
     recipe = recipe_of_draft(recipe, RuntimeView.of(target))
-    made = make_plan(recipe, source, trust_remote_code=trust_remote_code)
-    made = replace(made, target=target)
+    made = replace(make_plan(recipe, source), target=target)
     _passed(examine(draft_as_written(made), source=source), made, "the draft that would be written")
     return made
 
@@ -279,31 +277,17 @@ def quantize(
     )
 
 
-def plan_before_measuring(
-    recipe: Recipe,
-    source: Source,
-    *,
-    shard_bytes: int = SHARD_BYTES,
-    trust_remote_code: bool = False,
-) -> Plan:
+def plan_before_measuring(recipe: Recipe, source: Source) -> Plan:
     """Call `make_plan`. While `auto` has not chosen yet, plan BF16 and keep the word auto.
 
     Raises:
         RecipeError, CheckpointError: see `make_plan`; or nothing fits the recipe's budget.
     """
     if recipe.is_searched:
-        choices = choices_of(recipe, source, trust_remote_code=trust_remote_code)
+        choices = choices_of(recipe, source)
         refuse_budget(choices)
-        return replace(choices.base, recipe=choices.recipe, shard_bytes=shard_bytes)
-    made = make_plan(
-        recipe.before_measuring,
-        source,
-        shard_bytes=shard_bytes,
-        trust_remote_code=trust_remote_code,
-    )
-    if made.recipe is recipe:
-        return made
-    return replace(made, recipe=recipe)
+        return replace(choices.base, recipe=choices.recipe)
+    return replace(make_plan(recipe.before_measuring, source), recipe=recipe)
 
 
 def default_out(recipe: Recipe) -> Path:
@@ -324,7 +308,7 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
     elif recipe.mtp == AUTO:
         recipe = recipe.resolved(read_record(out / RECORD).recipe.whole["mtp"])
     if recipe is not plan.recipe:
-        plan = make_plan(recipe, plan.source, trust_remote_code=plan.trust_remote_code)
+        plan = plan.again(recipe)
     report = _checked(out, plan).model_copy(update={"path": str(out)})
     return FinishedRun(plan=plan, out=out, report=report, was_there=True)
 
@@ -365,10 +349,13 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
     local = fetch(plan.source)
     if local is plan.source:
         return plan
-    again = plan_before_measuring(
-        plan.recipe, local, shard_bytes=plan.shard_bytes, trust_remote_code=plan.trust_remote_code
+    again = plan_before_measuring(plan.recipe, local)
+    plan = replace(
+        again,
+        target=plan.target,
+        shard_bytes=plan.shard_bytes,
+        trust_remote_code=plan.trust_remote_code,
     )
-    plan = replace(again, target=plan.target)
     # What was downloaded may have taken the room of the output.
     refuse_output(plan, out, calibration=None if plan.needs_batches else "")
     return plan

@@ -37,6 +37,7 @@ LAYOUT = {
 
 CHILD = """
 import json, os, re, sys, time
+from dataclasses import replace
 from pathlib import Path
 source, out, model, scheme, threads, num_cores = sys.argv[1:]
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(num_cores)])
@@ -49,7 +50,7 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 recipe, text = find_recipe(model, scheme=scheme)
 started = time.perf_counter()
-plan = make_plan(recipe, open_source(source), shard_bytes=8_000_000)
+plan = replace(make_plan(recipe, open_source(source)), shard_bytes=8_000_000)
 planned = time.perf_counter() - started
 seconds = 0.0
 if int(threads):

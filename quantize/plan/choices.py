@@ -174,20 +174,19 @@ def auto_of(recipe: Recipe) -> BackboneAuto:
     return recipe.backbone_auto
 
 
-def choices_of(recipe: Recipe, source: Source, *, trust_remote_code: bool = False) -> Choices:
+def choices_of(recipe: Recipe, source: Source) -> Choices:
     """The units of a model, and what each can become.
 
     Args:
         recipe: with groups that are `auto`.
         source: the released checkpoint's headers.
-        trust_remote_code: see `Plan`.
 
     Raises:
         RecipeError: the recipe does not fit the model, or no candidate suits a unit.
         CheckpointError: see `make_plan`.
     """
     recipe = narrowed(recipe, source)
-    base = make_plan(recipe.before_measuring, source, trust_remote_code=trust_remote_code)
+    base = make_plan(recipe.before_measuring, source)
     weights, _ = stored_weights(with_separate_mtp(source, base.view).values())
     words = dict[str, Decisions]()
     for word in auto_of(recipe).candidates:
@@ -391,13 +390,9 @@ def _overrides(
         yield Override(modules=f"re:(?:{pattern})", scheme=word)
 
 
-def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) -> Plan:
+def found_plan(searched: Plan, choices: Choices, assignment: Assignment) -> Plan:
     """The plan of that recipe, which is the assignment, unit by unit."""
-    base = choices.base
-    recipe = found_recipe(choices, assignment)
-    plan = make_plan(
-        recipe, base.source, shard_bytes=shard_bytes, trust_remote_code=base.trust_remote_code
-    )
+    plan = searched.again(found_recipe(choices, assignment))
     schemes = {tensor.name: (tensor.fate, tensor.scheme) for tensor in plan.tensors}
     for unit in choices.units:
         for tensor in unit.option(assignment[unit.name]).tensors:

@@ -52,7 +52,6 @@ from .kv_cache import with_cache_scales
 from .tables import is_table, refuse_tables
 from .tensor_plan import Output, Spelled, TensorPlan, outputs_of, same_output
 
-SHARD_BYTES = 5_000_000_000
 _CACHE_FILE = "model-kv-scales.safetensors"
 _NUMBERS = re.compile(r"(\d+)")
 # Those of the target that a block has a copy of, or that are as large; and what no gradient moves.
@@ -98,7 +97,8 @@ class Plan:
     source: Source
     view: FamilyView
     tensors: tuple[TensorPlan, ...]
-    shard_bytes: int = SHARD_BYTES
+    # Upper bound for an output file, unless one unit alone is larger.
+    shard_bytes: int = 5_000_000_000
     # The user lets the checkpoint's own Python run, and travel with the output.
     trust_remote_code: bool = False
     # The recipe as the checkpoint will carry it; "" where only the decisions are asked for.
@@ -114,6 +114,14 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {self.recipe.name} of {self.source.where}: {len(self.tensors)} tensors>"
+
+    def again(self, recipe: Recipe) -> "Plan":
+        """The plan of another recipe for the same source; see `make_plan`."""
+        return replace(
+            make_plan(recipe, self.source),
+            shard_bytes=self.shard_bytes,
+            trust_remote_code=self.trust_remote_code,
+        )
 
     @property
     def served(self) -> RuntimeView | None:
@@ -417,22 +425,13 @@ def _order_in_file(output: Output) -> tuple[int, str]:
     return -DTYPE_BITS[output.dtype], output.name
 
 
-def make_plan(
-    recipe: Recipe,
-    source: Source,
-    *,
-    shard_bytes: int = SHARD_BYTES,
-    trust_remote_code: bool = False,
-) -> Plan:
+def make_plan(recipe: Recipe, source: Source) -> Plan:
     """Decide the fate of every tensor.
 
     Args:
         recipe: what to do with each module group; `mtp: auto` has been resolved to one of its
             candidates.
         source: the released checkpoint's headers.
-        shard_bytes: upper bound for an output file, unless one unit alone is larger.
-        trust_remote_code: the user lets the checkpoint's own Python run, and travel with the
-            output.
 
     Raises:
         RecipeError: the recipe does not fit the model: a group without a decision or without
@@ -475,15 +474,7 @@ def make_plan(
     if recipe.kv_cache is not None:
         tensors = with_cache_scales(recipe, view, tensors)
     tensors.sort(key=plan_order)
-    plan = Plan(
-        recipe=recipe,
-        source=source,
-        view=view,
-        tensors=tuple(tensors),
-        shard_bytes=shard_bytes,
-        trust_remote_code=trust_remote_code,
-        origins=origins,
-    )
+    plan = Plan(recipe=recipe, source=source, view=view, tensors=tuple(tensors), origins=origins)
     if recipe.keeps_config:
         _ = plan.edited  # refuses what its dialect cannot say
     return plan

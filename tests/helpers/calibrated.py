@@ -1,5 +1,6 @@
 """Calibrated plans over tiny models, and statistics for them that no calibration made."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,8 @@ def planned(
     backbone = {group: words.get(group, rest) for group in find_recipe(model)[0].backbone}
     data_block = calibration.model_dump() | {"algorithm": algorithm}
     recipe = recipe_with(model, backbone=backbone, mtp=mtp, calibration=data_block)
-    return make_plan(recipe, open_source(tiny(folder, model, data)), shard_bytes=2_000_000)
+    made = make_plan(recipe, open_source(tiny(folder, model, data)))
+    return replace(made, shard_bytes=2_000_000)
 
 
 def in_both_formats(folder: Path, **words: str) -> dict[str, tuple[Plan, Path]]:
@@ -43,7 +45,7 @@ def in_both_formats(folder: Path, **words: str) -> dict[str, tuple[Plan, Path]]:
     found = {}
     for name in FORMATS:
         recipe = Recipe.model_validate(plan.recipe.model_dump() | {"format": name})
-        made = make_plan(recipe, plan.source, shard_bytes=plan.shard_bytes)
+        made = plan.again(recipe)
         written(made, folder / name, statistics=statistics)
         found[name] = (made, folder / name)
     return found

@@ -138,7 +138,7 @@ def _mixed(format: Format) -> Checkpoint:
     turns = {}
     for turn, unit in enumerate(choices.units):
         turns[unit.name] = unit.options[turn % len(unit.options)].word
-    plan = found_plan(choices, turns, shard_bytes=10**9)
+    plan = found_plan(choices.base, choices, turns)
     schemes = set()
     for planned in plan.tensors:
         if (planned.part, planned.role) == ("backbone", "attention"):

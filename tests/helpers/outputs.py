@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from hashlib import sha256
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -110,7 +111,8 @@ def quantize_into(
     decided, text = find_recipe(recipe)
     time.sleep(max(0.0, at - time.time()))
     try:
-        plan = plan_before_measuring(decided, open_source(source), shard_bytes=SHARD_BYTES)
+        plan = plan_before_measuring(decided, open_source(source))
+        plan = replace(plan, shard_bytes=SHARD_BYTES)
         progress = RunProgress(packing=lambda _: nullcontext(wait))
         quantize(plan, text, out=out, threads=2, progress=progress)
     except KeepMTPError as error:

@@ -25,7 +25,7 @@ from ....checkpoints.files import making
 from ....recipes.errors import CheckpointError, GateError, RecipeError, counted
 from ....recipes.frozen import Json
 from ....recipes.schema import TUNED, MtpAuto, candidates_for
-from ...plan.plan import Plan, make_plan
+from ...plan.plan import Plan
 from ...plan.tensor_plan import outputs_of
 from ...run.progress import ProgressCallback, reporter
 from ...run.statistics import read_metadata
@@ -335,12 +335,7 @@ def with_policy(plan: Plan, policy: str | dict[str, str]) -> Plan:
     Raises:
         RecipeError: the policy does not fit the model.
     """
-    return make_plan(
-        plan.recipe.resolved(policy),
-        plan.source,
-        shard_bytes=plan.shard_bytes,
-        trust_remote_code=plan.trust_remote_code,
-    )
+    return plan.again(plan.recipe.resolved(policy))
 
 
 # --- refusals -------------------------------------------------------------------------------------

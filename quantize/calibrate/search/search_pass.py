@@ -80,7 +80,7 @@ def search(
         CheckpointError: the model has no gradients, or computes NaN.
         GateError: no plan keeps `min_acceptance`.
     """
-    choices = choices_of(plan.recipe, plan.source, trust_remote_code=plan.trust_remote_code)
+    choices = choices_of(plan.recipe, plan.source)
     refuse_budget(choices)
     # A search of something else has a folder of its own, and loses nothing.
     folder = folder / ranks.of_first(lambda: search_fingerprint(plan, data, ranks.size)[:16])
@@ -96,7 +96,7 @@ def search(
             write_whole(stored, json.dumps(found, indent=1))
             shutil.rmtree(plans, ignore_errors=True)
         ranks.wait()
-    made = found_plan(choices, found["assignment"], shard_bytes=plan.shard_bytes)
+    made = found_plan(plan, choices, found["assignment"])
     return made, SearchFact.model_validate(found["fact"])
 
 

@@ -2,6 +2,8 @@
 leaves behind.
 """
 
+from dataclasses import replace
+
 import keepmtp.checkpoints.values as values_module
 import keepmtp.quantize.pack.unit as unit_module
 import pytest
@@ -28,7 +30,7 @@ def run(model: str, variant: str, folder, mtp: str | None = None):
     """
     recipe, text = find_recipe(model, scheme=variant, mtp=mtp)
     source = tiny(folder / "source", model)
-    plan = make_plan(recipe, open_source(source), shard_bytes=2_000_000)
+    plan = replace(make_plan(recipe, open_source(source)), shard_bytes=2_000_000)
     return plan, weights_of(source), written(plan, folder / "out", recipe_text=text)
 
 

@@ -114,7 +114,7 @@ def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept, monkeypatch):
     choices = own.choices
     assignment = packed(choices, found, {})
     assert choices.fits(assignment)
-    plan = found_plan(choices, assignment, shard_bytes=10**9)
+    plan = found_plan(choices.base, choices, assignment)
     text = found_text(plan.recipe)
     assert "auto" not in text and "budget" not in text.replace("found for", "")
     path = own.folder / "recipe.yaml"
@@ -129,7 +129,7 @@ def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept, monkeypatch):
     wrong = Mock(return_value=plan.recipe)
     monkeypatch.setattr("keepmtp.quantize.plan.choices.found_recipe", wrong)
     with pytest.raises(AssertionError, match=r"model\.layers\.0\."):
-        found_plan(choices, broken, shard_bytes=10**9)
+        found_plan(choices.base, choices, broken)
 
 
 def test_overrides_are_few_where_layers_agree():
