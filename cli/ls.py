@@ -10,14 +10,13 @@ without validating them, and reads its argument itself: typer 0.29 loads pydanti
 import sys
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict
 from shutil import get_terminal_size
 
 import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.frozen import Json
-from ..recipes.model_file import Listed, listed
+from ..recipes.model_file import BATCHES, listed
 from .options import JsonOption
 
 # Listing -> the columns of its table.
@@ -32,7 +31,6 @@ _TITLES = {
     "families": "families (what can be calibrated: docs/tables/families.md)",
 }
 _LEAST_WIDTH = 40
-_BATCHES = {True: "needed", False: "-"}
 _CELLS = {True: "*", False: ""}
 
 
@@ -51,9 +49,9 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     """
     what = " ".join(context.args)
     recipes = listed()
-    chosen = [recipe for recipe in recipes if what in (recipe.model, recipe.name)]
+    chosen = [recipe for recipe in recipes if what in (recipe["model"], recipe["recipe"])]
     if what and not chosen and what not in COLUMNS:
-        names = [*COLUMNS, *(recipe.model for recipe in recipes)]
+        names = [*COLUMNS, *(recipe["model"] for recipe in recipes)]
         raise RecipeError(
             "ls",
             f"must be one of {', '.join(COLUMNS)}, or a model's name",
@@ -71,29 +69,32 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
         names = ["models"]
     if what in COLUMNS:
         names = [what]
-    found = {name: rows(name, chosen or recipes) for name in names}
+    found = {}
     tables = []
     for name in names:
+        found[name] = chosen or recipes
+        if name in _OTHERS:
+            found[name] = _OTHERS[name]()
         cells = []
         for row in found[name]:
             cells.append([_CELLS.get(row[column], row[column]) for column in COLUMNS[name]])
         title = _TITLES[name]
         if chosen and name == "models":
-            title += f", family {chosen[0].family}, source {chosen[0].source}"
+            title += f", family {chosen[0]['family']}, source {chosen[0]['source']}"
         listing = table(title, COLUMNS[name], cells)
         listing.columns[0].no_wrap = True  # a name that is copied
         tables.append(listing)
     answer(found, tables, as_json=as_json)
 
 
-def screen(recipes: Iterable[Listed], width: int) -> list[str]:
+def screen(recipes: Iterable[Json], width: int) -> list[str]:
     """One line for each model: its name and its variants."""
     variants = {"model": ["variants (* what the bare model name means)"]}
     for recipe in recipes:
-        name = recipe.variant
-        if recipe.is_default:
+        name = recipe["variant"]
+        if recipe["default"]:
             name += "*"
-        variants.setdefault(recipe.model, []).append(name)
+        variants.setdefault(recipe["model"], []).append(name)
     indent = max(map(len, variants)) + 2
     lines = []
     for model, names in variants.items():
@@ -112,20 +113,8 @@ def screen(recipes: Iterable[Listed], width: int) -> list[str]:
     ]
 
 
-def rows(listing: str, recipes: Iterable[Listed]) -> list[Json]:
-    """A listing for machines: the columns of its table, and more."""
-    if listing == "schemes":
-        return _schemes()
-    if listing == "families":
-        return _families()
-    found = []
-    for recipe in recipes:
-        more = {"recipe": recipe.name, "default": recipe.is_default, "what": recipe.summary}
-        found.append(asdict(recipe) | more | {"batches": _BATCHES[recipe.needs_batches]})
-    return found
-
-
-def _schemes() -> list[Json]:
+def scheme_rows() -> list[Json]:
+    """A row for each scheme."""
     from ..recipes.schemes import SCHEMES, num_bytes
 
     found = []
@@ -137,7 +126,7 @@ def _schemes() -> list[Json]:
         row = {
             "scheme": scheme.name,
             "bits": f"{8 * size / 4096**2:.2f}",
-            "batches": _BATCHES[scheme.needs_calibration],
+            "batches": BATCHES[scheme.needs_calibration],
             "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
             "searches": [*scheme.searches],
         }
@@ -145,7 +134,8 @@ def _schemes() -> list[Json]:
     return found
 
 
-def _families() -> list[Json]:
+def family_rows() -> list[Json]:
+    """A row for each family, and for each that drafts by DSpark."""
     from ..recipes.families import families, support_of
 
     found = {}
@@ -171,3 +161,6 @@ def _families() -> list[Json]:
             row |= {"mtp": "no", "proof": "-"}
         found[family.model_type, family.architectures, family.method] = row
     return [found[name] for name in sorted(found)]
+
+
+_OTHERS = {"schemes": scheme_rows, "families": family_rows}

@@ -37,7 +37,7 @@ import yaml
 
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES, TABLE_ROLES
-from .frozen import Json, Raw, frozen, without
+from .frozen import Json, Raw, without
 from .yaml_file import load_shipped
 
 BLOCKS = (
@@ -338,28 +338,14 @@ def _spelled(word: str) -> str:
 
 # --- listings -------------------------------------------------------------------------------------
 
-
-@frozen
-class Listed:
-    """What a listing says of one recipe. The keys are those of `schema.Recipe`."""
-
-    model: str
-    variant: str
-    is_default: bool
-    summary: str
-    family: str
-    source: str
-    needs_batches: bool
-
-    @property
-    def name(self) -> str:
-        """`<model>.<variant>`, the recipe's full name."""
-        return f"{self.model}.{self.variant}"
+BATCHES = {True: "needed", False: "-"}
+"""What a listing says of batches."""
+_LISTED = ("model", "variant", "default", "family", "source")
 
 
-def listed() -> list[Listed]:
-    """Every shipped recipe that can be run, by model, the default variant first."""
-    rows: list[Listed] = []
+def listed() -> list[Json]:
+    """A row for every shipped recipe that can be run, by model, the default variant first."""
+    rows: list[Json] = []
     for path in model_files():
         for recipe in flat_recipes(load_shipped(path), path).values():
             # The files that a recipe names must be on this machine; the Hub is not asked.
@@ -369,14 +355,9 @@ def listed() -> list[Listed]:
             local = [name for revision, name in places if revision == "local"]
             if None in map(find_path, local):
                 continue
-            row = Listed(
-                model=recipe["model"],
-                variant=recipe["variant"],
-                is_default=recipe["default"],
-                summary=recipe["summary"],
-                family=recipe["family"],
-                source=recipe["source"],
-                needs_batches=recipe["calibration"] is not None,
-            )
+            row: Json = {key: recipe[key] for key in _LISTED}
+            row["recipe"] = f"{recipe['model']}.{recipe['variant']}"
+            row["batches"] = BATCHES[recipe["calibration"] is not None]
+            row["what"] = recipe["summary"]
             rows.append(row)
-    return sorted(rows, key=lambda row: (row.model, not row.is_default, row.variant))
+    return sorted(rows, key=lambda row: (row["model"], not row["default"], row["variant"]))

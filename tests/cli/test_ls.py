@@ -11,10 +11,10 @@ import termios
 
 import pytest
 from commands import KEEPMTP, assert_shows, environment_without, ran
-from keepmtp.cli.ls import COLUMNS, rows, screen
+from keepmtp.cli.ls import COLUMNS, scheme_rows, screen
 from keepmtp.recipes.model_file import listed
 
-MODELS = {row.model for row in listed()}
+MODELS = {row["model"] for row in listed()}
 
 
 def on_a_terminal(*words: str, columns: int) -> str:
@@ -41,7 +41,7 @@ def test_one_line_a_model_in_the_width_there_is(width):
     assert max(map(len, lines)) <= width
     assert {line.split()[0] for line in lines[1:] if line[:1].strip()} >= MODELS
     names = " ".join(lines).split()
-    assert all(row.variant + "*" * row.is_default in names for row in listed())
+    assert all(row["variant"] + "*" * row["default"] in names for row in listed())
 
 
 def test_the_screen_is_the_same_in_a_pipe_and_on_a_terminal():
@@ -75,7 +75,7 @@ def test_what_is_asked_for_by_name_is_said_whole():
 def test_listings_for_machines():
     listing = json.loads(ran("ls --json"))
     assert {"models", "schemes", "families"} == set(listing)
-    assert [row["recipe"] for row in listing["models"]] == [row.name for row in listed()]
+    assert listing["models"] == listed()
     for name, found in listing.items():
         assert json.loads(ran(f"ls {name} --json")) == {name: found}
     assert re.search(r"glm-4\.7\.nvfp4a16-fp8 +\* +-", ran("ls models"))
@@ -96,5 +96,5 @@ def test_families_say_what_can_be_calibrated_and_why_not():
 
 
 def test_schemes_say_which_searches_they_have():
-    found = {row["scheme"]: row["searches"] for row in rows("schemes", [])}
+    found = {row["scheme"]: row["searches"] for row in scheme_rows()}
     assert found["NVFP4"] == found["W4A16"] == ["mse"] and found["MXFP4"] == []
