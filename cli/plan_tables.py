@@ -18,7 +18,7 @@ from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
 from ..checkpoints.source import Source, donor_files
 from ..quantize.needs.kv_cache import kv_bytes
-from ..quantize.needs.needs import Machine, lines, machine_of, needs_of, time_of
+from ..quantize.needs.needs import Machine, lines, machine_of, needs_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
 from ..quantize.plan.configs import config_of
@@ -107,7 +107,6 @@ def _parts(
     yield from _served_by(made)
     yield ""
     yield from lines(needs_of(made, machine))
-    yield from filter(None, [time_of(made, machine)])
     yield ""
     if room["gpus"]:
         yield from _on_gpus(room, machine.title)

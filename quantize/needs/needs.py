@@ -19,10 +19,6 @@ from .room import calibration_bytes, output_bytes
 
 # What is counted may be so many times what is needed.
 SURE = 1.3
-# Seconds that a layer took, calibrated by minima and maxima on one H100 with so many tokens
-# (docs/tables/gpu.md).
-LAYER_SECONDS = {"glm-4.5-air": 13.7, "deepseek-v3.1": 38.0}
-_LAYER_TOKENS = 256 * 2048
 
 
 @frozen
@@ -149,20 +145,6 @@ def lines(needs: Needs) -> list[str]:
     if needs.states:
         disk = f"{size_in_words(needs.states)} for states, {disk}"
     return [*said, f"  disk       {disk}"]
-
-
-def time_of(plan: Plan, machine: Machine) -> str:
-    """How long the backbone takes, for people; "" where its layers were not measured."""
-    seconds = LAYER_SECONDS.get(plan.recipe.model)
-    calibration = plan.recipe.calibration
-    if seconds is None or calibration is None or not plan.needs_batches:
-        return ""
-    if "H100" not in machine.title or calibration.algorithm != "minmax":
-        return ""
-    tokens = calibration.samples * calibration.sequence_length
-    hours = plan.view.num_layers * seconds * tokens / _LAYER_TOKENS / 3600
-    measured = f"a layer took {seconds:g} s for {_LAYER_TOKENS:,} tokens in batches of 8"
-    return f"  time       {hours:.1f} h for the backbone on one GPU: {measured}"
 
 
 def refuse_too_large(plan: Plan, machine: Machine) -> None:
