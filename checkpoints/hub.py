@@ -11,6 +11,7 @@ was asked for.
 """
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ..recipes.errors import KeepMTPError, NoCheckpointError, RecipeError
-from .hub_client import BUSY, PATIENCE, HubError, install_once
+from .hub_client import BUSY, HubError, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
 AT_A_TIME = 16
@@ -224,8 +225,7 @@ def read_range(
             if failures >= _TRIES:
                 raise failure
             if failures:  # not where bytes have arrived since the last request
-                PATIENCE.stopped.wait(_FIRST_WAIT_SECONDS * 2**failures)
-            PATIENCE.refuse_stopped()
+                time.sleep(_FIRST_WAIT_SECONDS * 2**failures)
     return size
 
 

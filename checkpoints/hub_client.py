@@ -10,16 +10,11 @@ host, which is nobody to give the token to.
 """
 
 import os
-import signal
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import httpcore
 import httpx
@@ -50,21 +45,16 @@ class HubError(KeepMTPError):
 
 
 class Patience:
-    """How long the Hub may take, and whether it is asked at all; one for the process.
+    """How long the Hub may take; one for the process.
 
     Attributes:
         seconds: for one answer.
-        stopped: set by Ctrl-C. Every thread that sends or waits then ends at its next step.
-        number: of the signal that stopped it; 0 for none.
         silences: answers that were late, since something arrived that had not arrived before.
     """
 
     def __init__(self) -> None:
         self.seconds = DEFAULT_SECONDS
-        self.stopped = threading.Event()
-        self.number = 0
         self.silences = 0
-        self.open: WeakSet[_Stream] = WeakSet()
 
     def silence(self) -> HubError:
         """The refusal for a Hub that does not answer in time."""
@@ -74,27 +64,6 @@ class Patience:
             got=f"no whole answer within {self.seconds:g} s",
             cure=f"{AGAIN}. {SETTING} sets the seconds",
         )
-
-    def refuse_stopped(self) -> None:
-        """End a thread whose work nobody waits for any more.
-
-        Raises:
-            HubError: the command is being stopped.
-            SystemExit: in the main thread: Python ignores a KeyboardInterrupt that happens to
-                arrive while an object is destroyed.
-        """
-        if not self.stopped.is_set():
-            return
-        if self.number and threading.current_thread() is threading.main_thread():
-            raise SystemExit(128 + self.number)
-        raise HubError(constants.ENDPOINT, "nothing is sent after a stop", got="one", cure=AGAIN)
-
-    def stop(self, number: int = 0) -> None:
-        """End every request now, those that wait for the network too."""
-        self.number = number
-        self.stopped.set()
-        for stream in list(self.open):
-            stream.shut()
 
 
 PATIENCE = Patience()
@@ -119,35 +88,11 @@ def install() -> None:
             cure=f"Unset it for {DEFAULT_SECONDS:g}",
         )
     PATIENCE.seconds = seconds
-    PATIENCE.stopped.clear()
     set_client_factory(_client)
 
 
 install_once = cache(install)
 """For whoever reads from the Hub: a client that is at work keeps its connections."""
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what threads send to the Hub or read from it; Python would wait: a
-    shard takes minutes.
-    """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        PATIENCE.stop(number)
-        usual = before[signal.Signals(number)]
-        if callable(usual):
-            usual(number, frame)
-        raise SystemExit(128 + number)
-
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, usual in before.items():
-            signal.signal(number, usual)
 
 
 def refuse_endpoint(endpoint: str) -> None:
@@ -185,7 +130,6 @@ def _client() -> httpx.Client:
 
 def _before(request: httpx.Request) -> None:
     """Before each request, also each one after a redirect."""
-    PATIENCE.refuse_stopped()
     request.extensions["timeout"] = httpx.Timeout(PATIENCE.seconds).as_dict()
     url = request.url
     hub = httpx.URL(constants.ENDPOINT)
@@ -210,11 +154,6 @@ def _after(response: httpx.Response) -> None:
             got=f"{response.status_code}: wait {after} s",
             cure=f"{AGAIN} after that time: what has arrived is not sent twice",
         )
-    elif after.isdigit() and threading.current_thread() is not threading.main_thread():
-        # huggingface_hub would sleep, and Python would wait for its threads after Ctrl-C.
-        del response.headers["Retry-After"]
-        PATIENCE.stopped.wait(int(after))
-        PATIENCE.refuse_stopped()
 
 
 def seconds_to_wait(response: httpx.Response) -> int | None:
@@ -232,26 +171,20 @@ def _is_this_machine(address: httpx.URL) -> bool:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Count what is late, and end what fails because of a stop; a KeyboardInterrupt stays what it
-    is.
-    """
+    """Count what is late."""
     try:
         yield
-    except (httpcore.TimeoutException, httpcore.NetworkError) as error:
-        PATIENCE.refuse_stopped()
-        if isinstance(error, httpcore.TimeoutException):
-            PATIENCE.silences += 1
-            if PATIENCE.silences >= SILENCES:
-                raise PATIENCE.silence() from error
+    except httpcore.TimeoutException as error:
+        PATIENCE.silences += 1
+        if PATIENCE.silences >= SILENCES:
+            raise PATIENCE.silence() from error
         raise
-    PATIENCE.refuse_stopped()
 
 
 class _Backend(httpcore.SyncBackend):
     """Connections whose answers have a deadline."""
 
     def connect_tcp(self, *args: Any, **settings: Any) -> httpcore.NetworkStream:
-        PATIENCE.refuse_stopped()
         return _Stream(super().connect_tcp(*args, **settings))
 
 
@@ -261,7 +194,6 @@ class _Stream(httpcore.NetworkStream):
     def __init__(self, inner: httpcore.NetworkStream) -> None:
         self._inner = inner
         self._due = 0.0
-        PATIENCE.open.add(self)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         # A deadline for each read is none: a server that sends a byte a minute keeps it. So an
@@ -286,8 +218,3 @@ class _Stream(httpcore.NetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)
-
-    def shut(self) -> None:
-        """End what waits on this connection, in whichever thread."""
-        with suppress(OSError):  # it was closed meanwhile
-            self._inner.get_extra_info("socket").shutdown(socket.SHUT_RDWR)

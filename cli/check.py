@@ -11,6 +11,7 @@ import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.frozen import Json, frozen
+from . import exits
 from .options import (
     DraftOption,
     GpusOption,
@@ -136,7 +137,6 @@ def check(
     Example: `keepmtp check zai-org/GLM-4.7-FP8 --runtime vllm --runtime sglang`
     """
     from .. import api
-    from ..checkpoints.hub_client import stopped_by_signals
     from ..recipes.extras import require_extra
     from . import findings
     from .session import recorder
@@ -157,7 +157,7 @@ def check(
                 from ..validate.check.values import with_values  # imports torch
 
                 # Of a repository, threads fetch: Ctrl-C ends them, too.
-                with stopped_by_signals():
+                with exits.soon():
                     reading = bytes_bar("reading values")
                     checked = with_values(checked, values, source=source, reading=reading)
             ended = findings.show(checked, loads["runtimes"], has_modules=modules, as_json=as_json)

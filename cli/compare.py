@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
+from . import exits
 from .check import ServerOptions
 from .options import (
     GpusOption,
@@ -50,11 +51,10 @@ def compare(
     Example: `keepmtp compare out/A out/B nvidia/GLM-4.7-NVFP4`
     """
     from .. import api
-    from ..checkpoints.hub_client import stopped_by_signals
 
     loads = ServerOptions(gpus=gpus, tps=tps, versions=versions).words()
     # Of a repository, threads fetch: Ctrl-C ends them, too.
-    with live_line() as doing, stopped_by_signals():
+    with live_line() as doing, exits.soon():
         if "gpus" not in loads:
             doing("reading headers")
         found = api.compare(paths, progress=doing, **loads)

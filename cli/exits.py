@@ -18,7 +18,9 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -37,7 +39,10 @@ STOPPED: Mapping[int, str] = {
     128 + signal.SIGINT: "Ctrl-C",
     128 + signal.SIGTERM: "SIGTERM",
 }
+STARTS_AGAIN = "The same command starts again"
+GOES_ON = "The same command goes on where this one stopped"
 _AGAIN = "run the same command again"
+_MOMENT_SECONDS = 2
 # Names of the system's errors, the rule, and the cure.
 _OF_SYSTEM = (
     ("ENOENT", "must be there", "Check the path"),
@@ -107,6 +112,31 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def soon(how_to_go_on: str = STARTS_AGAIN) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is done here in a moment: Python would wait for threads that send
+    a shard to the Hub, which takes minutes.
+    """
+
+    def end(status: int) -> None:
+        _say_stopped(status, how_to_go_on)
+        os._exit(status)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(_MOMENT_SECONDS, end, [128 + number])
+        timer.daemon = True
+        timer.start()
+        _stop(number, frame)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            if signal.getsignal(number) is stop:
+                signal.signal(number, usual)
 
 
 def refusal_of(error: BaseException) -> KeepMTPError:

@@ -254,7 +254,7 @@ def command() -> None:
 
 def main() -> None:
     """Entry point; see `exits.py` for how it ends."""
-    does = "starts again"
+    how_to_go_on = exits.STARTS_AGAIN
     if sys.argv[1:] and sys.argv[1] in _GOES_ON:
-        does = "goes on where this one stopped"
-    exits.run(command, how_to_go_on=f"The same command {does}")
+        how_to_go_on = exits.GOES_ON
+    exits.run(command, how_to_go_on=how_to_go_on)

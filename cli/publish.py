@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..recipes.errors import RecipeError, counted, printable, size_in_words
 from ..recipes.frozen import Json, without
+from . import exits
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
 from .tables import ERR, answer, in_words, table, tell
@@ -63,7 +64,6 @@ def publish(
         os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
     from huggingface_hub import constants, get_token
 
-    from ..checkpoints.hub_client import stopped_by_signals
     from ..recipes.extras import require_extra
     from ..validate.publish import upload as publishing
     from ..validate.publish.hub import Hub
@@ -86,7 +86,7 @@ def publish(
     )
     delivery = publishing.Delivery(parcel=parcel, repo=repo)
     there = "nothing was asked: no token"
-    with stopped_by_signals():
+    with exits.soon(exits.GOES_ON):
         is_public = False
         hub = Hub(token or "", watch=tell)
         if token:
