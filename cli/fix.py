@@ -67,8 +67,8 @@ def fix(
     requests, and the number of bytes is printed before. They are packed as --mtp says, into files
     of their own. The configs and the index say so in their own dialect. Without --mtp the block
     stays as released if the checkpoint's config can say that, and becomes bf16 otherwise. Another
-    model, another width, a release without a trained block, and a dialect that vLLM or keepmtp does
-    not have are refused before a byte is written.
+    model, another width, and a dialect that vLLM or keepmtp does not have are refused before a byte
+    is written; a block that was never trained once it is read.
 
     Without --out nothing is written. With it, OUT gets the changed files, and hard links to all
     others, which take no room; PATH stays as it is. Do not edit a linked file in place: it is the
