@@ -1,6 +1,4 @@
-"""The README's picture and the page of models are what `make docs` makes: neither is edited by
-hand. A figure has one page, and the README repeats it.
-"""
+"""The README's picture is what `make docs` makes, and is not edited by hand. A figure has one page, and the README repeats it."""
 
 import re
 from typing import Any
@@ -14,7 +12,7 @@ from keepmtp.quantize.needs.needs import machine_of, needs_of
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.tensor_parallel import Split, why_not
-from readme import COMMANDS, MODELS_PAGE, PICTURE, README, ROOT, models_page, picture
+from readme import COMMANDS, PICTURE, README, ROOT, picture
 from typer.main import get_command
 
 
@@ -42,10 +40,6 @@ def test_the_names_in_the_picture_of_target_and_draft_are_the_familys():
     for disk, runtime in pairs:
         place = view.place(HFName(f"{disk}.weight"))
         assert place is not None and place.runtime == runtime, disk
-
-
-def test_the_page_of_models_is_what_is_made_today():
-    assert MODELS_PAGE.read_text() == models_page(), "run `make docs`"
 
 
 def test_the_figures_are_those_of_their_pages():

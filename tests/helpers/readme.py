@@ -1,11 +1,9 @@
-"""The README's picture, and docs/tables/models.md, made from what they show; and COMMANDS,
-those of README.md that quantize a large model, each with the GPU and the
-tensor-parallel size that the lines after it name.
+"""The README's picture, made from what it shows; and COMMANDS, those of README.md that quantize a large model, each
+with the GPU and the tensor-parallel size that the lines after it name.
 
-    make docs       writes docs/check.svg and docs/tables/models.md
+    make docs       writes docs/check.svg
 
-In: the shipped Qwen3.5 model, the family tables, the recipes, docs/tables/matrix.md and transformers'
-lists of classes. Out: the same bytes on every machine: a fixed width, a fixed id, and no font that
+In: the shipped Qwen3.5 model. Out: the same bytes on every machine: a fixed width, a fixed id, and no font that
 a browser would have to fetch.
 """
 
@@ -19,35 +17,15 @@ from typing import NamedTuple
 from commands import ROOT, captured, environment_without
 from data_files import table
 from keepmtp.pipeline import plan_for, quantize
-from keepmtp.recipes.families import families
-from keepmtp.recipes.family import Family
 from keepmtp.validate.facts.dry_load import GPU
-from layouts import MODELS
-from releases import shipped_recipes
 from rich.console import Console
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 from written_values import broken
 
-README, PICTURE, MODELS_PAGE, MATRIX = (
-    ROOT / "README.md",
-    ROOT / "docs" / "check.svg",
-    ROOT / "docs" / "tables" / "models.md",
-    ROOT / "docs" / "tables" / "matrix.md",
-)
-MODELS_HEAD = """\
-# Models with recipes
-
-Written by `make docs`: what becomes of their MTP block. *Calibrated* means that text can choose its scales and measure its acceptance.
-Of those with a star, keepmtp's draft is written from vLLM's code and was not compared with vLLM's numbers
-([families.md](families.md)).
-
-"""
+README = ROOT / "README.md"
+PICTURE = ROOT / "docs" / "check.svg"
 COLUMNS = 118
 # (accepted, drafted) in vLLM 0.32.0 on a CPU: tests/vllm/test_tiny_models.py compares.
 ACCEPTED = {"right": (57, 57), "wrong": (0, 114)}
@@ -134,56 +112,9 @@ def _printed(*words: str, folder: Path) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
 
 
-def models_page() -> str:
-    """The models with recipes by what becomes of their MTP block, and what vLLM does not load."""
-    models: dict[str, set[str]] = {}
-    for recipe in shipped_recipes():
-        if not recipe.model.startswith("tiny-"):
-            models.setdefault(families()[recipe.family].model_type, set()).add(recipe.model)
-    rows: dict[str, list[str]] = {"calibrated": [], "calibrated*": [], "without data": []}
-    partly = []
-    unique = dict(sorted({family.model_type: family for family in families().values()}.items()))
-    for model_type, family in unique.items():
-        kind = "calibrated"
-        if not _is_calibrated(family):
-            kind = "without data"
-        elif family.draft is not None and family.draft.proof == "source":
-            kind = "calibrated*"
-        for model in sorted(models.get(model_type, {model_type})):
-            is_dspark = "dspark_block_size" in MODELS.get(model, {})
-            rows["without data" if is_dspark else kind].append(model)
-        loaded, cells = _loads(model_type)
-        if loaded < cells:
-            partly.append(f"{model_type} {loaded} of {cells}")
-    lines = ["| MTP block | models with recipes, or types without |", "|---|---|"]
-    lines += [f"| {kind} | {', '.join(names)} |" for kind, names in rows.items()]
-    loads = f"vLLM loads all of [matrix.md](matrix.md) by itself, except: {', '.join(partly)}."
-    return MODELS_HEAD + "\n".join([*lines, "", loads]) + "\n"
-
-
-def _loads(model_type: str) -> tuple[int, int]:
-    """How many cells of docs/tables/matrix.md say so of what keepmtp writes, over all models of the
-    family; and all cells.
-    """
-    rows = re.findall(
-        rf"^\| {model_type} \| [^|]*, compressed-tensors, .*$", MATRIX.read_text(), re.MULTILINE
-    )
-    cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[2:]]
-    return cells.count("loads"), len(cells)
-
-
-def _is_calibrated(family: Family) -> bool:
-    """keepmtp can run its MTP block, and transformers can build its backbone."""
-    known = (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
-    )
-    return not family.no_draft and (family.built_as or family.model_type) in known
-
-
 def main() -> None:
     PICTURE.write_text(picture())
-    MODELS_PAGE.write_text(models_page())
-    print(f"{PICTURE.relative_to(ROOT)} and {MODELS_PAGE.relative_to(ROOT)} are written")
+    print(f"{PICTURE.relative_to(ROOT)} is written")
 
 
 if __name__ == "__main__":
