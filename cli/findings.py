@@ -14,7 +14,7 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from ..validate.check.built import BuiltGroup, groups_of
 from ..validate.check.check import SERVERS, Checked
 from ..validate.facts import dry_load
 from ..validate.facts.dry_load import LoadAccount, cured_in, serving
-from ..validate.facts.findings import CuredBy, Finding, commands
+from ..validate.facts.findings import Finding, commands
 from ..validate.facts.results import CheckData
 from . import exits
 from .tables import answer, by_reason, table
@@ -42,12 +42,6 @@ _WIDEST = 120
 _LONGEST = 4000
 _MODELS = {"backbone": "target", "mtp": "draft"}  # of vLLM
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
-# What is not cured by an edit or the release's block.
-_LEFT: Mapping[CuredBy, str] = {
-    "quantize": "to quantize again",
-    "server": "for another server, or by other words for it",
-    "none": "by hand",
-}
 # A rule knows no path: its commands say PATH where this checkpoint is meant.
 _PLACE = re.compile(r"(`(?:keepmtp|KEEPMTP_CURES=\S+ vllm) [^`]*)\bPATH\b")
 
@@ -128,14 +122,9 @@ def _modules(groups: Sequence[BuiltGroup]) -> Iterator[RenderableType]:
         yield f"Why {modules}: {reason}."
 
 
-def _ways_out(data: CheckData, cures: Sequence[str]) -> Iterator[Text]:
-    """The commands that cure all that can be cured, and what they leave."""
-    for cure in cures:
-        yield Text.assemble(("cure: ", "green"), printable(cure))
-    counts = Counter(finding.cured_by for finding in data.findings)
-    left = [f"{counts[kind]} {words}" for kind, words in _LEFT.items() if counts[kind]]
-    if cures and left:
-        yield Text(f"left: {', '.join(left)}")
+def _way_out(cure: str) -> Text:
+    """A command that cures all that can be cured."""
+    return Text.assemble(("cure: ", "green"), printable(cure))
 
 
 def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
@@ -238,9 +227,7 @@ def show(
         if has_modules:
             value["modules"] = groups
         found = parts(checked.data, servers=servers)
-        answer(
-            value, chain(_modules(groups), found, _ways_out(checked.data, cures)), as_json=as_json
-        )
+        answer(value, chain(_modules(groups), found, map(_way_out, cures)), as_json=as_json)
     else:
         exits.say_refusal(checked.refusal)
     # One version of vLLM that does not start says nothing of the checkpoint.

@@ -265,7 +265,7 @@ def kv_scales_leave(faulty: Faulty) -> None:
         is_taken = loader.backbone_takes_kv_scales
         if is_mtp:
             is_taken = draft_takes(loader, entry.name)
-        if is_kv_scale(entry.name.rpartition(".")[2]) and not is_taken:
+        if is_kv_scale(entry.name) and not is_taken:
             why = "vLLM's loader raises on this scale of the KV cache; without it the scale is 1"
             faulty.proposal.retensor(entry, None, why)
 

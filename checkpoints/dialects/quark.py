@@ -168,26 +168,19 @@ def _with_inputs(
             are_blocks = weight.block_size == (128, 128) and inputs.group_size == 128
             if inputs.qscheme == "per_group" and are_symmetric and are_blocks:
                 return registers("fp8_block", block=(128, 128))
-        case "int8", qscheme, is_computed if weight.symmetric:
+        case "int8", "per_channel" | "per_tensor", is_computed if weight.symmetric:
             is_static = inputs.kind == ("int8", "per_tensor", False) and not is_computed
             if is_static or inputs.kind == ("int8", "per_channel", True):
-                return _of_int8(qscheme, leaves)
+                if weight.qscheme == "per_tensor":
+                    return UNKNOWN
+                zeros = frozenset({"weight_zero_point", "input_zero_point"})
+                return registers("int8", *leaves, optional=zeros)
     if is_dynamic and inputs.dtype in _MX_DTYPES:
         return _mx(weight)
     # Static inputs are FP8 of one scale, and outside experts only of FP4.
     takes_static = is_experts or weight.kind == ("fp4", "per_group", False)
     if is_static_fp8 and inputs.symmetric and takes_static:
         return _mx(weight, "input_scale")
-    return None
-
-
-def _of_int8(qscheme: str, leaves: Sequence[str]) -> VLLMModule | None:
-    """What weights of eight bits register."""
-    zeros = frozenset({"weight_zero_point", "input_zero_point"})
-    if qscheme == "per_channel":
-        return registers("int8", *leaves, optional=zeros)
-    if qscheme == "per_tensor":
-        return UNKNOWN
     return None
 
 

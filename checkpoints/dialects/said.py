@@ -100,7 +100,7 @@ def say_what_is_stored(
     elif isinstance(dialect, ModelOpt):
         _more_lines(runtime, proposal, modules, schemes)
     elif isinstance(dialect, Quark):
-        _more_layers(runtime, proposal, modules)
+        _more_layers(runtime, dialect, proposal, modules)
 
 
 def other_file_agrees(proposal: Proposal) -> None:
@@ -383,13 +383,12 @@ def _lines_of(module: Module, dialect: ModelOpt) -> dict[str, Json]:
     return {}
 
 
-def _more_layers(runtime: RuntimeView, proposal: Proposal, modules: Sequence[Module]) -> None:
+def _more_layers(
+    runtime: RuntimeView, dialect: Quark, proposal: Proposal, modules: Sequence[Module]
+) -> None:
     """Names in Quark's layer_quant_config, in place of patterns that reach modules which are stored
     otherwise.
     """
-    dialect = runtime.dialect
-    if not isinstance(dialect, Quark):
-        return
     wrong = set[str]()
     for module in _lost(runtime, modules, refusal="shards"):
         wrong |= _patterns(dialect, module)

@@ -31,8 +31,9 @@ from ..facts.findings import Objections, Severity, objection
 _UNDER_ATTENTION = re.compile(r"\.(?:attn|[kv]_proj|qkv_proj|[kv]_cache)$")
 
 
-def is_kv_scale(leaf: str) -> bool:
-    """Whether the last part of a tensor's name is that of a scale of the KV cache."""
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor's name is that of a scale of the KV cache."""
+    leaf = name.rpartition(".")[2]
     return leaf in KV_SCALE_LEAVES or leaf == "kv_scale"
 
 
@@ -123,7 +124,7 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Objections:
     """vLLM's classes load the scales of the KV cache, or leave them alone: R9; F32."""
     loader = runtime.loader
     for entry in runtime.others:
-        if not is_kv_scale(entry.name.rpartition(".")[2]):
+        if not is_kv_scale(entry.name):
             continue
         is_mtp = runtime.is_mtp_name(entry.name)
         if is_mtp and not draft_takes(loader, entry.name):
@@ -203,7 +204,7 @@ def declared_cache_has_scales(runtime: RuntimeView) -> Objections:
     if not is_fp8_cache(runtime) or no_place(runtime.view):
         return
     for entry in runtime.others:
-        if is_kv_scale(entry.name.rpartition(".")[2]):
+        if is_kv_scale(entry.name):
             return
     key = "kv_cache_scheme"
     given = runtime.given.nested or runtime.given.raw

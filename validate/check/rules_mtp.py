@@ -447,7 +447,7 @@ def names_are_known(runtime: RuntimeView) -> Objections:
         place = runtime.placed.get(name)
         is_known = place is not None and (place.role == "vision" or leaf in OTHER_LEAVES)
         # Other rules judge those, or vLLM computes it.
-        is_known |= leaf in _OF_WEIGHTS or is_kv_scale(leaf) or bool(_RECOMPUTED.search(name))
+        is_known |= leaf in _OF_WEIGHTS or is_kv_scale(name) or bool(_RECOMPUTED.search(name))
         if not is_known or _is_nested(runtime, name):
             yield _unknown(runtime, name)
 

@@ -103,7 +103,7 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
     tensors = dict[HFName, Tensor]()
     for name, summary in read.items():
         names = [name]
-        if is_kv_scale(name.rpartition(".")[2]):
+        if is_kv_scale(name):
             # A scale of the KV cache may be named after the attention itself.
             for path in ("k_proj", "kv_b_proj"):
                 names.append(HFName(f"{attention_of_scale(name)}.{path}.weight"))

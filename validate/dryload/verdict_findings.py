@@ -272,7 +272,7 @@ class _Case:
         defect = self._defect_in(Silence(kind="unread", role=role, name=name), holder)
         if defect:
             return self._of_vllm(defect, name)
-        if is_kv_scale(name.rpartition(".")[2]):
+        if is_kv_scale(name):
             says = f"{role}: vLLM has no parameter for this scale of the KV cache and uses 1.0"
             cure = "Nothing, unless the cache is FP8"
             return _objection("kv-scales", name, says, cure, role, "warning")

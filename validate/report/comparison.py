@@ -155,7 +155,7 @@ def _kv_cache(runtime: RuntimeView) -> str:
     _, form = kv_entry(runtime)
     if is_fp8_cache(runtime):
         form = "FP8"
-    scales = [name for name in runtime.source.entries if is_kv_scale(runtime.leaf_of(name))]
+    scales = [*filter(is_kv_scale, runtime.source.entries)]
     said = shortened(f"{form or 'not quantized'}", 40)
     return f"{said}, {len(scales):,} scales" if scales else said
 
