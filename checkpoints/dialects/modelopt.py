@@ -388,14 +388,11 @@ class _Names:
     """
 
     def __init__(self, view: FamilyView) -> None:
-        first = view.num_layers
-        if view.layout.mtp:
-            first = 0
         stems = dict[str, None]()
         self.view = view
         self.draft_heads = list[str]()
         for index in range(view.num_mtp_layers):
-            stem = view.runtime_stem("mtp", first + index)
+            stem = view.runtime_stem("mtp", view.first_mtp_index + index)
             # The block as a whole: `mtp.layers.0*` misses `mtp.fc` (vllm #38832).
             stems[re.sub(r"^mtp\..*", "mtp.", stem)] = None
             for row in view.family.mtp_block:
@@ -410,13 +407,13 @@ class _Names:
         """The mapper that vLLM applies to entries for a module of this name."""
         return self._mappers[name.startswith(self.draft_stems)]
 
-    def written(self, module: RuntimeModule, *, otherwise: str) -> list[str]:
-        """A module by vLLM's name, as it must be written, and by its names on disk, where these say
-        something else.
+    def written(self, module: RuntimeModule) -> list[str]:
+        """A module by vLLM's name, as it must be written, a glob where the mapper spoils every
+        name; and by its names on disk, where these say something else.
         """
         mapper = self.mapper(module.name)
         # What the mapper turns into vLLM's name; names on disk follow, for other readers.
-        first = mapper.before(module.name, module.asked) or otherwise
+        first = mapper.before(module.name, module.asked) or f"*{module.name}"
         others = [name for name in module.members if mapper.name(name) != module.name]
         return [first, *(name for name in others if name != first)]
 
@@ -435,7 +432,8 @@ class _Names:
         for module in modules:
             if not module.scheme:
                 continue
-            if self.mapper(module.name).before(module.name, module.asked) is None:
+            names = self.written(module)
+            if names[0].startswith("*"):
                 raise RecipeError(
                     "format: modelopt",
                     "one algorithm must be enough for modelopt's config of a "
@@ -443,8 +441,7 @@ class _Names:
                     got=f"several, and vLLM renames every entry that could name {module.name}",
                     cure="Use one scheme, or compressed-tensors",
                 )
-            row = layer_row(OF_SCHEMES[module.scheme])
-            layers |= dict.fromkeys(self.written(module, otherwise=""), row)
+            layers |= dict.fromkeys(names, layer_row(OF_SCHEMES[module.scheme]))
         return layers
 
     def excluded(self, modules: Sequence[RuntimeModule]) -> list[str]:
@@ -462,7 +459,7 @@ class _Names:
         # By whole names: a part of one would exclude more.
         for module in modules:
             if not module.scheme and not module.name.startswith(covered):
-                entries += self.written(module, otherwise=f"*{module.name}")
+                entries += self.written(module)
         for stem in covered:
             entries.append(self.surviving(f"{stem}*"))
         for head in self.draft_heads:
