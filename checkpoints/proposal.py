@@ -134,6 +134,11 @@ class Proposal:
             return CONFIG, inner
         return CONFIG, place
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether that is below `quantization`, as modelopt writes it."""
+        return self.quantization_at[1][-1] == "quantization"
+
     def quantization(self, *keys: str) -> Any:
         """A copy of a value of the quantization config; None if it is not there."""
         file, place = self.quantization_at

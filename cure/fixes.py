@@ -182,8 +182,8 @@ def modelopt_fields_are_there(faulty: Faulty) -> None:
     """The fields that vLLM asks of a config with NVFP4, read from the headers: R7."""
     proposal = faulty.proposal
     inner = faulty.proposal.quantization()
-    is_nested = proposal.quantization_at[1][-1] == "quantization" and isinstance(inner, dict)
-    if not isinstance(faulty.runtime.dialect, ModelOpt) or not is_nested:
+    is_there = proposal.is_nested and isinstance(inner, dict)
+    if not isinstance(faulty.runtime.dialect, ModelOpt) or not is_there:
         return
     places = {finding.where for finding in faulty.findings if finding.rule == "algorithm"}
     if any(place.endswith(": quantization.quant_algo") for place in places):

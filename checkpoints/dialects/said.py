@@ -166,7 +166,7 @@ def asked_about(runtime: RuntimeView, schemes: Schemes | None) -> list[Module]:
 
 def _key_of(exceptions: Exceptions, proposal: Proposal) -> str:
     """The list of exceptions that has entries, or the first."""
-    if proposal.quantization_at[1][-1] == "quantization":
+    if proposal.is_nested:
         return "exclude_modules"
     for key in exceptions.keys:
         if proposal.quantization(key):
@@ -364,7 +364,7 @@ def _more_lines(
 
 def say_at_top_level(proposal: Proposal) -> None:
     """What is below `quantization` in config.json's own form, of which vLLM takes any algorithm."""
-    if proposal.quantization_at[1][-1] != "quantization":
+    if not proposal.is_nested:
         return
     value: Json = {"quant_method": "modelopt", **proposal.quantization()}
     value["ignore"] = value.pop("exclude_modules", [])

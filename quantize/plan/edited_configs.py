@@ -116,7 +116,7 @@ def _say_cache(plan: "Plan", proposal: Proposal, view: RuntimeView) -> None:
             cure="Leave kv_cache out, or add --set format=compressed-tensors",
         )
     why = "the scales of the cache are in the files"
-    if proposal.quantization_at[1][-1] == "quantization":
+    if proposal.is_nested:
         proposal.set_quantization(("kv_cache_quant_algo",), "FP8", why)
     else:
         proposal.set_quantization(("kv_cache_scheme",), dict(FP8_CACHE), why)

@@ -7,13 +7,12 @@ it speaks JSON lines.
 Easy to get wrong: nothing of vLLM is imported here. All jobs go out in one line before the first
 answer is read, and the other side reads that line to its end before it answers: neither waits for
 the other. vLLM's config classes read more files than config.json. And what answers may be a
-stranger's vLLM: an answer has a form, a length and a time.
+stranger's vLLM: an answer has a form and a length.
 """
 
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -46,8 +45,6 @@ _LAUNCH = (
 _LOG_LINES = 6
 _LOG_TAIL = 1 << 16  # bytes
 _MOST_ANSWER = 1 << 27  # characters
-_ANSWER_SECONDS = 2400.0
-"""For each answer: the start of vLLM and the time that a load may take (in_vllm/server.py)."""
 # What vLLM's config classes read, config.json apart.
 SMALL_FILES = (
     "hf_quant_config.json",
@@ -172,14 +169,12 @@ class DryLoader:
         return [accounts[number] for number in range(len(jobs))]
 
     def _answer(self) -> _Answer:
-        """The next line of vLLM's process, which is killed where it lets wait for ever.
+        """The next line of vLLM's process, where its start and each load have a time limit
+        (in_vllm/server.py).
 
         Raises:
             VLLMError: no line, or none that `in_vllm` writes.
         """
-        watch = threading.Timer(_ANSWER_SECONDS, self._child.kill)
-        watch.daemon = True
-        watch.start()
         assert self._process.stdout is not None
         try:
             line = self._process.stdout.readline(_MOST_ANSWER)
@@ -189,8 +184,6 @@ class DryLoader:
             return _Answer.model_validate_json(line)
         except ValidationError as error:
             raise self._refused(f"an answer that is none: {first_fault(error)}") from error
-        finally:
-            watch.cancel()
 
     def _refused(self, got: str) -> VLLMError:
         cure = "Run `keepmtp doctor`; versions that were tested are in constraints-vllm.txt"
