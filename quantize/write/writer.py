@@ -7,7 +7,8 @@ calibration gave is copied; everything else is packed from the source.
 Memory holds only the tensors that are being written, whatever the size of shards. After a kill, the
 next run keeps the shards that are complete and writes the others again, with the same bytes.
 
-Easy to get wrong: that a file has a shard's name says nothing about its bytes.
+Easy to get wrong: that a file has a shard's name says nothing about its bytes. It gets it once they
+are on the disk, and what it was made from lies beside it.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ from ...checkpoints.files import (
     write_at,
     write_whole,
 )
-from ...checkpoints.safetensors_file import Entry, FileLayout, lay_out, total_bytes
+from ...checkpoints.safetensors_file import Entry, lay_out, total_bytes
 from ...checkpoints.stored import WEIGHT_LEAVES
 from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_parts, read_tensor
 from ...recipes.errors import RecipeError
@@ -163,16 +164,15 @@ class _Job:
         final = folder / self.shard.file
         layout = lay_out(shard.outputs)
         kept = folder / WORK / f"{shard.file}.sha256"
-        if final.is_file():
-            # Of an earlier run. The disk may have lost bytes of it since, so all are read again.
-            found = self._read_again(final, layout)
-            if self.stop.is_set() or (kept.is_file() and kept.read_text() == found):
+        stamp = self._stamp(layout.header)
+        if final.is_file():  # of an earlier run
+            is_whole = final.stat().st_size == layout.num_bytes
+            if is_whole and kept.is_file() and kept.read_text() == stamp:
                 self.progress(plan.num_bytes_read(chain(*shard.units)))
                 return
             rule = "it or its source has changed since it was written. It is written again"
             _log.warning("%s: %s.", final, rule)
             final.unlink()
-        sums = {output.name: hashlib.sha256() for output in shard.outputs}
         partial = fresh(partial_path(final))
         with naming_file(partial), open(partial, "xb", buffering=0) as file:
             # The plan fixes every output's name, dtype and shape: the header can be written first,
@@ -183,7 +183,7 @@ class _Job:
                 if self.stop.is_set():
                     return
                 try:
-                    self.run(unit, _Place(plan, file, layout.starts, sums))
+                    self.run(unit, _Place(plan, file, layout.starts))
                 except torch.OutOfMemoryError as error:  # finished shards are kept
                     raise RecipeError(
                         plan.recipe.name,
@@ -191,29 +191,11 @@ class _Job:
                         got="out of memory",
                         cure=_FREE_IT,
                     ) from error
-        write_whole(kept, self._sum(layout.header, sums))
+        write_whole(kept, stamp)
         complete(final)
 
-    def _read_again(self, path: Path, layout: FileLayout) -> str:
-        """The hash of a shard that is there; of any bytes where the run is stopped."""
-        sums: dict[HFName, hashlib._Hash] = {}
-        with open(path, "rb", buffering=0) as file:
-            header = file.read(len(layout.header))
-            for output in self.shard.outputs:  # in the order of their bytes
-                sums[output.name] = hashlib.sha256()
-                left = output.num_bytes
-                while left and not self.stop.is_set():
-                    block = file.read(min(_COPY_BYTES, left))
-                    if not block:
-                        return "too short"
-                    sums[output.name].update(block)
-                    left -= len(block)
-            if file.read(1):
-                return "too long"
-            return self._sum(header, sums)
-
-    def _sum(self, header: bytes, sums: Mapping[HFName, "hashlib._Hash"]) -> str:
-        """A hash over the header of a shard, its tensors' bytes, and what it was made from."""
+    def _stamp(self, header: bytes) -> str:
+        """A hash over the header of a shard and what it is made from."""
         digest = hashlib.sha256(header)
         plan = self.plan
         files = set[str]()
@@ -221,8 +203,6 @@ class _Job:
             for tensor in unit:
                 for name in tensor.inputs:
                     files.add(plan.entries[name].file)
-        for name in sorted(sums):
-            digest.update(sums[name].digest())
         # The source may have become another one, so the stamps of its files count. Hashes of what
         # is read would say more of a source that was moved, but they double the work, and a shard
         # is written again as fast as compared.
@@ -301,14 +281,11 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the tensors of a shard go, and the hashes of what went there. A tensor's pieces follow
-    each other.
-    """
+    """Where the tensors of a shard go."""
 
     plan: Plan
     file: FileIO
     starts: Mapping[HFName, int]
-    sums: Mapping[HFName, "hashlib._Hash"]
 
     def put(self, output: Output, value: torch.Tensor, *, at: int = 0) -> None:
         """Write a tensor, or rows of it at this byte, as the recipe's format spells it."""
@@ -330,6 +307,4 @@ class _Place:
 
     def _write(self, output: Output, raw: torch.Tensor, *, at: int) -> None:
         name = self.plan.on_disk(output).name
-        view = raw.numpy().data
-        self.sums[name].update(view)
-        write_at(self.file.fileno(), view, self.starts[name] + at)
+        write_at(self.file.fileno(), raw.numpy().data, self.starts[name] + at)
