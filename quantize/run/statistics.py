@@ -10,10 +10,8 @@ Easy to get wrong: with a scale that is missing, or one too many, the checkpoint
 drafts and answers are noise.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
 from pathlib import Path
 
 import torch
@@ -26,14 +24,13 @@ from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header
 from ...checkpoints.values import typed
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
-from ...recipes.frozen import Raw, frozen, without
+from ...recipes.frozen import Raw, frozen
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan
 
 # In a file's metadata. safetensors 0.8 writes several keys in another order each time, and the same
 # run has to leave the same bytes.
 _WORDS = "keepmtp"
-_SUMS = "sha256"  # among them: of every tensor
 
 
 @frozen
@@ -44,8 +41,6 @@ class Statistics:
     folder: Path
     # Every tensor, by its name in the finished checkpoint.
     entries: Mapping[HFName, Entry]
-    # SHA-256 of their bytes, as calibration wrote them.
-    sums: Mapping[HFName, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path, *, fingerprint: str | None = None) -> "Statistics":
@@ -60,19 +55,16 @@ class Statistics:
                 another file.
         """
         entries = {}
-        sums = {}
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
-            words = _words_of(header)
-            if fingerprint is not None and words.get("fingerprint") != fingerprint:
+            if fingerprint is not None and _words_of(header).get("fingerprint") != fingerprint:
                 rule = "must come from this recipe, source and dataset"
                 raise _refusal(path, rule, "statistics of another run")
             if twice := sorted(entries.keys() & header.entries.keys()):
                 rule = f"{twice[0]} must be in one file only"
                 raise _refusal(path, rule, f"also in {entries[twice[0]].file}")
             entries |= header.entries
-            sums |= words.get(_SUMS, {})
-        return cls(folder=folder, entries=entries, sums=sums)
+        return cls(folder=folder, entries=entries)
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -88,17 +80,13 @@ class Statistics:
         """One tensor, on the CPU.
 
         Raises:
-            CheckpointError: the file has become shorter since it was opened, or has other bytes
-                than were written.
+            CheckpointError: the file has become shorter since it was opened.
         """
         path = self.path_of(name)
         entry = self.entries[name]
         raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
         with open(path, "rb", buffering=0) as file:
             fill(raw.numpy().data, file, entry, where=path, cure=cure_of(path))
-        digest = _sum(raw)
-        if self.sums.get(name, digest) != digest:
-            raise _refusal(path, f"{name} must have the bytes that calibration wrote", "others")
         return typed(raw, entry.dtype, entry.shape)
 
 
@@ -117,14 +105,10 @@ def write_statistics(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     apart = {}
-    sums = {}
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous().clone()  # safetensors refuses shared memory
-        apart[name] = value
-        sums[name] = _sum(value.view(-1).view(torch.uint8))
+    for name, tensor in tensors.items():  # safetensors refuses shared memory
+        apart[name] = tensor.detach().cpu().contiguous().clone()
     with making(path) as partial:
-        words = json.dumps({**metadata, _SUMS: sums}, sort_keys=True)
-        save(apart, partial, {_WORDS: words})
+        save(apart, partial, {_WORDS: json.dumps(dict(metadata), sort_keys=True)})
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
@@ -133,7 +117,7 @@ def read_metadata(path: Path) -> Mapping[str, str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    return without(_words_of(_read(path)), _SUMS)
+    return _words_of(_read(path))
 
 
 def _words_of(header: FileHeader) -> Raw:
@@ -230,8 +214,3 @@ def cure_of(path: Path) -> str:
         folder = folder / "mtp"
         what = "the MTP block is calibrated anew"
     return f"Remove {folder}, and run the same command again: {what}"
-
-
-def _sum(raw: Tensor) -> str:
-    """SHA-256 of a tensor's bytes, as U8 in one dimension on the CPU."""
-    return hashlib.sha256(raw.numpy().data).hexdigest()
