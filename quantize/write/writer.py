@@ -8,7 +8,7 @@ Memory holds only the tensors that are being written, whatever the size of shard
 next run keeps the shards that are complete and writes the others again, with the same bytes.
 
 Easy to get wrong: that a file has a shard's name says nothing about its bytes. It gets it once they
-are on the disk, and what it was made from lies beside it.
+are on the disk, and a stamp says what it was made from.
 """
 
 import hashlib
