@@ -11,15 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
-from ...checkpoints.dialects.choose import (
-    method_of,
-    quantization_of,
-    read_dialect,
-    without_quantization,
-)
+from ...checkpoints.dialects.choose import method_of, quantization_of, without_quantization
 from ...checkpoints.dialects.dialect import UnknownDialect
 from ...checkpoints.dialects.given import Raw
-from ...checkpoints.dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
+from ...checkpoints.dialects.modelopt import ALGORITHMS, MIXED, ModelOpt, reads_other_file
 from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView
 from ...recipes.errors import did_you_mean
 from ...recipes.families import is_drafted
@@ -33,33 +28,47 @@ _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
 
 def quantization_configs_agree(runtime: RuntimeView) -> Objections:
-    """config.json and hf_quant_config.json name one algorithm, and leave the same modules plain:
-    R5; M11.
+    """config.json and hf_quant_config.json are of one tool, name one algorithm, and leave the same
+    modules plain: R5; M11.
     """
     config = runtime.source.config
     given = quantization_of(config)
     if given is None or runtime.hf_quant_config is None:
         return
-    first = read_dialect(config, None, dtypes=runtime.dtypes, vllm=runtime.vllm)
+    first = runtime.dialect
+    is_other_read = reads_other_file(given)
+    if not isinstance(first, ModelOpt):
+        if "producer" not in given and not is_other_read:
+            yield objection(
+                "two-tools",
+                HF_QUANT_CONFIG,
+                f"is another tool's config: vLLM reads config.json, which says {first.name}; "
+                "engines that look for this file first read other names and scales than are stored",
+                f"Remove {HF_QUANT_CONFIG}",
+                severity="warning",
+            )
+        return
     # Without its own config a checkpoint has that of the other file.
     source = replace(runtime.source, config=without_quantization(config))
     others = RuntimeView(source, runtime.view, vllm=runtime.vllm)
     second = others.dialect
-    if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
+    if not isinstance(second, ModelOpt):
         return
     cure = "Make both say what is on disk"
-    if first.algorithm != second.algorithm:
-        read = "config.json"
-        if reads_other_file(given):
-            read = HF_QUANT_CONFIG
+    algorithm = first.algorithm
+    read = "config.json"
+    if is_other_read:
+        algorithm = MIXED
+        read = HF_QUANT_CONFIG
+    if algorithm != second.algorithm:
         yield objection(
             "two-configs",
             f"{HF_QUANT_CONFIG}: quantization.quant_algo",
-            f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads {read}, "
+            f"is {second.algorithm}, in config.json {algorithm}: vLLM reads {read}, "
             "other engines may read the other",
             cure,
         )
-    elif not reads_other_file(given):
+    elif not is_other_read:
         names = list[VLLMName]()  # plain by one of the two files
         for module, same in zip(runtime.modules, others.modules, strict=True):
             forms = {module.resolution.built.form, same.resolution.built.form}
@@ -243,23 +252,7 @@ def own_code_is_known(view: StoredView) -> Objections:
         )
 
 
-def one_tool_wrote_the_configs(runtime: RuntimeView) -> Objections:
-    """hf_quant_config.json is of the tool that wrote config.json's quantization config."""
-    given = quantization_of(runtime.source.config)
-    if given is None or runtime.hf_quant_config is None or reads_other_file(given):
-        return
-    if isinstance(runtime.dialect, ModelOpt) or "producer" in given:
-        return  # `quantization_configs_agree` compares modelopt's own two
-    says = (
-        f"is another tool's config: vLLM reads config.json, which says {runtime.dialect.name}; "
-        "engines that look for this file first read other names and scales than are stored"
-    )
-    cure = f"Remove {HF_QUANT_CONFIG}"
-    yield objection("two-tools", HF_QUANT_CONFIG, says, cure, severity="warning")
-
-
 RULES = (
-    one_tool_wrote_the_configs,
     quantization_configs_agree,
     config_has_what_vllm_reads,
     architecture_is_known,

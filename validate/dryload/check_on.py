@@ -150,8 +150,7 @@ def load_with_cures(loader: DryLoader, cases: Sequence[Case]) -> list[LoadAccoun
         runtime = checked.draft or checked.runtime
         cures = ()
         if runtime is not None:
-            family = runtime.view.family.model_type
-            cures = cures_in_vllm(family, runtime.draft_dialect.name, account.load.vllm)
+            cures = cures_in_vllm(runtime, account.load.vllm)
         # Findings of a large checkpoint take seconds; the caller makes them anyway.
         if cures and DEFECT in [error.rule for error in _errors(checked, [account])]:
             again[number] = replace(job, cures=",".join(cures))

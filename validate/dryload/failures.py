@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.fact import Fact
 from ...recipes.frozen import frozen
 from ...recipes.runtimes.vllm import KNOWN, holds
@@ -125,8 +126,12 @@ def known() -> Known:
     return Known(defects=tuple(defects), failures=tuple(failures))
 
 
-def cures_in_vllm(family: str, dialect: str, version: str) -> tuple[str, ...]:
-    """The cures of what a version of vLLM gets wrong about a family in a dialect."""
+def cures_in_vllm(runtime: RuntimeView, version: str) -> tuple[str, ...]:
+    """The cures of what a version of vLLM gets wrong about checkpoints of this family and
+    dialect.
+    """
+    family = runtime.view.family.model_type
+    dialect = runtime.draft_dialect.name
     cures = dict[str, None]()
     for defect in known().defects:
         is_of_family = family in defect.families

@@ -25,8 +25,7 @@ _APPLIED = re.compile(r"keepmtp's cure ([\w.]+) was applied")
 
 def needed(source: Source, version: str) -> tuple[str, ...]:
     """The cures of what this vLLM gets wrong about checkpoints of this family and dialect."""
-    runtime = RuntimeView.of(source, version)
-    return cures_in_vllm(runtime.view.family.model_type, runtime.draft_dialect.name, version)
+    return cures_in_vllm(RuntimeView.of(source, version), version)
 
 
 def switched_on(source: Source, version: str) -> tuple[str, ...]:
