@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 
 from pydantic import ValidationError
 
@@ -110,12 +109,7 @@ class DryLoader:
     def __enter__(self) -> "DryLoader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ):
+    def __exit__(self, *_: object) -> None:
         # at once: it holds nothing that has to be saved, and may still be importing
         self._child.end()
         self._log.close()

@@ -27,8 +27,7 @@ class Trace:
     """
 
     def __init__(self, questions: Sequence[Question], runtime: RuntimeView):
-        asked = [(question.path, question.prefix) for question in questions]
-        self._asked = {path: prefix for path, prefix in asked if path and prefix}
+        self._asked = {each.path: each.prefix for each in questions if each.path and each.prefix}
         self._runtime = runtime
 
     def module(self, param: str) -> str:
