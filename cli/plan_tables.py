@@ -20,7 +20,6 @@ from ..checkpoints.source import Source, donor_files
 from ..quantize.needs.kv_cache import kv_bytes
 from ..quantize.needs.needs import Machine, lines, machine_of, needs_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
-from ..quantize.plan.choices import choices_of
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan, TensorPlan
@@ -93,12 +92,8 @@ def _parts(
         yield code
     if made.source.left:
         yield f"left: {listed(made.source.left)}"
-    search = value.get("search")
-    if search:
-        yield ""
-        yield f"Budget {search['budget']}: a search chooses the words of {search['units']} units:"
-        for name, size in search["plans"].items():
-            yield f"  {name:<12} {in_words(size)}"
+    if made.recipe.is_searched:
+        yield f"searched under {made.recipe.budget}, from BF16"
     if made.needs_batches:
         yield ""
         settings = made.calibration.model_dump(mode="json", exclude_defaults=True)
@@ -241,27 +236,6 @@ def plan_rows(plan: Plan) -> list[Json]:
     return rows
 
 
-def _searched(plan: Plan) -> Json:
-    """What is known of a search before it: the budget, the units, and the sizes that are
-    possible.
-    """
-    choices = choices_of(plan.recipe, plan.source)
-    assert plan.recipe.backbone_auto is not None
-    # A word for all units is that for those that it suits.
-    possible = {"smallest": choices.smallest}
-    for word in plan.recipe.backbone_auto.candidates:
-        possible[word] = choices.uniform(word)
-    possible["largest"] = choices.largest
-    sizes = {}
-    for name, choice in possible.items():
-        sizes[name] = {
-            "bytes": choices.num_bytes(choice),
-            "bits": round(choices.bits(choice), 4),
-            "fits": choices.fits(choice),
-        }
-    return {"budget": plan.recipe.budget, "units": len(choices.units), "plans": sizes}
-
-
 def plan_json(plan: Plan) -> Json:
     """A plan for machines: totals, rows by module group, and the quantization_config."""
     config = config_of(plan)
@@ -288,8 +262,6 @@ def plan_json(plan: Plan) -> Json:
     if plan.keeps_shards:
         links = [shard.file for shard in plan.shards if shard.is_link]
         value["stays"] = {"bytes": plan.num_bytes_staying, "links": links}
-    if plan.recipe.is_searched:
-        value["search"] = _searched(plan)
     return value
 
 

@@ -2,7 +2,6 @@
 refusals.
 """
 
-import json
 import re
 from itertools import product
 
@@ -155,21 +154,12 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest_that_does(budge
         refuse_budget(choices_of(searched(enough), source))
 
 
-def test_plan_says_what_is_known_before_the_search(tmp_path, monkeypatch):
+def test_plan_says_that_a_search_is_to_come(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     path = tmp_path / "recipe.yaml"
     put_json(path, searched("6 bits").model_dump(mode="json"))
-    as_json = CliRunner().invoke(app, ["plan", str(path), "--json"]).stdout
     said = CliRunner().invoke(app, ["plan", str(path)]).stdout
-    search = json.loads(as_json)["search"]
-    assert (search["budget"], search["units"]) == ("6 bits", 19)
-    assert search["plans"]["smallest"] == {"bytes": 2969364, "bits": 4.5016, "fits": True}
-    assert search["plans"]["smallest"] == search["plans"]["NVFP4"]
-    assert search["plans"]["FP8_DYNAMIC"] == {"bytes": 4076312, "bits": 8.0737, "fits": False}
-    assert search["plans"]["bf16"] == {"bytes": 6592794, "bits": 16.0, "fits": False}
-    assert search["plans"]["largest"] == search["plans"]["bf16"]
-    assert "\nBudget 6 bits: a search chooses the words of 19 units:\n" in said
-    assert "\n  FP8_DYNAMIC  bytes 4076312, bits 8.0737, fits no\n" in said
+    assert "\nsearched under 6 bits, from BF16\n" in said
 
 
 MINE = """
