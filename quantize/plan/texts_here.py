@@ -4,16 +4,15 @@ a run would find out after its libraries are there.
 In: a plan. Out: nothing, or a refusal. A dataset of the Hub is not read, and a folder is not looked
 into.
 
-Easy to get wrong: what is not sure is not refused. A token is at least a byte of text, so text of
-fewer bytes is too short whatever the tokenizer; a chat template adds tokens, so there nothing is
-sure.
+Easy to get wrong: what is not sure is not refused. Whether the text is long enough only its tokens
+say.
 """
 
 import json
 from pathlib import Path
 
 from ...checkpoints.safetensors_file import open_regular
-from ...recipes.blocks import Calibration, Texts
+from ...recipes.blocks import Texts
 from ...recipes.errors import RecipeError, did_you_mean
 from ...recipes.frozen import Raw
 from ...recipes.model_file import find_path
@@ -24,12 +23,10 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SHORTER = (
     "Lower samples, held_out, the dataset's share or sequence_length, or name a longer dataset"
 )
-_ENDS = 4  # bytes that a row may be longer by its first and last token
 
 
 def refuse_texts(plan: Plan) -> None:
-    """Refuse text that is not here, has other columns or is too short, and sequences longer than
-    the model takes.
+    """Refuse text that is not here or has other columns, and sequences longer than the model takes.
 
     Raises:
         RecipeError: names the dataset, or the key.
@@ -45,9 +42,8 @@ def refuse_texts(plan: Plan) -> None:
             got=calibration.sequence_length,
             cure="Lower it",
         )
-    both = calibration.samples + calibration.held_out
     for texts in calibration.mix:
-        _refuse(texts, f"calibration.dataset {texts.dataset}", calibration, int(both * texts.share))
+        _refuse(texts, f"calibration.dataset {texts.dataset}")
 
 
 def file_of(texts: Texts, where: str) -> Path | None:
@@ -90,27 +86,16 @@ def refuse_columns(texts: Texts, there: Raw, where: str) -> None:
             )
 
 
-def _refuse(texts: Texts, where: str, calibration: Calibration, sequences: int) -> None:
-    """Read as many lines as have text enough."""
+def _refuse(texts: Texts, where: str) -> None:
+    """Read the first line of a file that is here."""
     path = file_of(texts, where)
     if path is None or path.suffix != ".jsonl":
         return
-    tokens = sequences * calibration.sequence_length
-    num_bytes = 0
     with open_regular(path, where) as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):  # whoever reads all of it says on which line
-                return
-            if not isinstance(row, dict):
-                return
-            refuse_columns(texts, row, where)
-            parts = row[texts.column], row.get(texts.prompt_column, "")
-            if texts.chat or not all(isinstance(part, str) for part in parts):
-                return
-            num_bytes += sum(len(part.encode(errors="surrogatepass")) for part in parts) + _ENDS
-            if num_bytes >= tokens:
-                return
-    got = f"{num_bytes:,} bytes, and a token is a byte or more"
-    raise RecipeError(where, f"must hold {tokens:,} tokens", got=got, cure=SHORTER)
+        line = file.readline()
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # whoever reads all of it says on which line
+        return
+    if isinstance(row, dict):
+        refuse_columns(texts, row, where)
