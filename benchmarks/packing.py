@@ -23,7 +23,7 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 import torch
 from figures import Figure, run
 from keepmtp.quantize.pack.pack import pack
-from keepmtp.recipes.schemes import SCHEMES, SEARCHES, Scheme
+from keepmtp.recipes.schemes import SCHEMES, SEARCHED, Scheme
 from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 from llmcompressor.entrypoints.model_free.validate import validate_config
 
@@ -91,7 +91,7 @@ def packing(name: str, folder: Path, *, small: bool) -> Iterator[Figure]:
     scheme = SCHEMES[name]
     torch.set_num_threads(1)
     weights = made((256, 512) if small else (2048, 4096))
-    searches = [search for search, schemes in SEARCHES.items() if name in schemes]
+    searches = ["mse"] * (name in SEARCHED)
     sides = {"peer": partial(by_llm_compressor, weights, scheme)}
     for search in ("", *searches):
         sides[search] = partial(by_keepmtp, weights, scheme, search)

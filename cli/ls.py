@@ -128,7 +128,6 @@ def scheme_rows() -> list[Json]:
             "bits": f"{8 * size / 4096**2:.2f}",
             "batches": BATCHES[scheme.needs_calibration],
             "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
-            "searches": [*scheme.searches],
         }
         found.append(row)
     return found

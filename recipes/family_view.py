@@ -11,7 +11,7 @@ Easy to get wrong: an MTP layer has one index on disk and may have another numbe
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -231,6 +231,16 @@ class FamilyView:
         if self.layout.mtp is None:
             return self.num_layers  # they continue the decoder layers
         return 0
+
+    @cached_property
+    def groups(self) -> Mapping[Part, Set[Role]]:
+        """The groups of each part's modules that a recipe may quantize."""
+        groups: dict[Part, set[Role]] = {"backbone": set(), "mtp": set()}
+        for name in self.names:
+            place = self.place(HFName(name))
+            if place is not None and not place.row.why_kept:
+                groups[place.part].add(place.role)
+        return groups
 
     def place(self, name: HFName) -> Place | None:
         """What the tensor `name` is, or None if the table has no row for it."""

@@ -13,10 +13,10 @@ Easy to get wrong: a shipped recipe says `source` of a release in FP8. In a fine
 in BF16, this word would quantize nothing, so there it becomes FP8_BLOCK.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
-from .family import QUANTIZABLE_ROLES, HFName, Part
+from .family import QUANTIZABLE_ROLES
 from .family_view import FamilyView
 from .find import DEFAULT_CALIBRATION
 from .frozen import Json, Raw
@@ -82,14 +82,11 @@ the family's form.
 """
 
 
-def model_mapping(
-    view: FamilyView, names: Iterable[HFName], *, model: str, source: str, revision: str
-) -> Json:
+def model_mapping(view: FamilyView, *, model: str, source: str, revision: str) -> Json:
     """The mapping of a model file for one checkpoint.
 
     Args:
-        view: the family's names for it.
-        names: its tensors.
+        view: the family's names for it, and its tensors.
         model: the name that its outputs get.
         source: its folder or Hub id.
         revision: of a Hub id; "local" for a folder.
@@ -97,13 +94,8 @@ def model_mapping(
     Returns: the keys of a shipped file. Not every variant need fit: a width may be wrong for a
     scheme.
     """
-    roles: dict[Part, set[str]] = {"backbone": set(), "mtp": set()}
-    for name in names:
-        place = view.place(name)
-        if place is not None and not place.row.why_kept:
-            roles[place.part].add(place.role)
-    is_draft = not roles["backbone"]  # a draft of its own
-    chosen = roles["backbone"] or roles["mtp"]
+    is_draft = not view.groups["backbone"]  # a draft of its own
+    chosen = view.groups["backbone"] or view.groups["mtp"]
     groups = [role for role in QUANTIZABLE_ROLES if role in chosen]
     is_plain = "quantization_config" not in {*view.config, *view.text_config}
     shipped = shipped_variants(view.family.model_type)

@@ -42,7 +42,7 @@ from .frozen import Json, Raw
 from .knobs import AutoRoundKnobs, Contradiction, Frozen
 from .model_file import summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
-from .schemes import REWRITES, SCHEMES, SEARCHES
+from .schemes import REWRITES, SCHEMES, SEARCHED
 
 # What a recipe loses when a search has chosen, or a scheme is named instead.
 _NO_SEARCH: Json = {"budget": None, "backbone_auto": None}
@@ -283,9 +283,8 @@ class Recipe(Frozen):
             rule += " to nearest"
             got = f"calibration.algorithm {self.calibration.algorithm}, which has scales of its own"
             yield rule, got, "Remove search, or set algorithm: minmax"
-        schemes = SEARCHES[self.search]
-        if not self.is_searched and not schemes & self.decisions():
-            rule = f"search: {self.search} must come with {', '.join(sorted(schemes))}"
+        if not self.is_searched and not SEARCHED & self.decisions():
+            rule = f"search: {self.search} must come with {', '.join(sorted(SEARCHED))}"
             got = ", ".join(sorted(self.decisions() & SCHEMES.keys())) or "no scheme"
             yield rule, got, "Use one of these schemes, or remove search"
 

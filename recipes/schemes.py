@@ -46,7 +46,6 @@ class Scheme:
         extra: the static input scales.
         data_free: the scheme to use instead where there are no batches.
         algorithms: those that rewrite its weights in calibration. Others round them to nearest.
-        searches: searches of scales that have a meaning for it.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Scheme:
     data_free: str = ""
     hardware: str
     algorithms: tuple[str, ...] = ()
-    searches: tuple[str, ...] = ()
 
     @property
     def format(self) -> str:
@@ -187,15 +185,15 @@ def _table() -> Mapping[str, Scheme]:
 SCHEMES = _table()
 
 
-def _schemes_by(key: str) -> dict[str, frozenset[str]]:
-    found: dict[str, frozenset[str]] = {}
+def _rewrites() -> dict[str, frozenset[str]]:
+    found = {"minmax": frozenset[str]()}
     for name, scheme in SCHEMES.items():
-        for word in getattr(scheme, key):
+        for word in scheme.algorithms:
             found[word] = found.get(word, frozenset()) | {name}
     return found
 
 
-REWRITES: Mapping[str, frozenset[str]] = {"minmax": frozenset(), **_schemes_by("algorithms")}
+REWRITES: Mapping[str, frozenset[str]] = _rewrites()
 """Calibration algorithm -> the schemes whose weights it rewrites. Others are rounded to nearest."""
 
 _ELSEWHERE = {"int4": "W4A16", "4bit": "W4A16", "fp4": "NVFP4", "int8": "W8A8", "8bit": "W8A8"}
@@ -215,8 +213,10 @@ SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
 layer changes.
 """
 
-SEARCHES: Mapping[str, frozenset[str]] = _schemes_by("searches")
-"""Search of scales -> the schemes that it has a meaning for; the weights of others are rounded as
+SEARCHED = frozenset(
+    name for name, scheme in SCHEMES.items() if scheme.form not in ("mxfp4", "fp8_tensor")
+)
+"""The schemes that a search of scales has a meaning for; the weights of others are rounded as
 without it.
 
 Not MXFP4, whose scales are powers of two, and not FP8 with one scale a tensor, where the best one

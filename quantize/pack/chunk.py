@@ -30,7 +30,7 @@ class Chunk:
     Attributes:
         values: BF16 or F32 [n, K], contiguous.
         out: the rows' slices of the outputs, by suffix.
-        search: a key of `recipes.schemes.SEARCHES`, or "".
+        search: `mse`, or "".
         scaled: F32 [elements].
         spare: I32 [elements].
         codes: U8 [2, elements].

@@ -34,7 +34,7 @@ from torch import Tensor
 from ...checkpoints.values import TORCH_DTYPES, row_ranges
 from ...recipes.errors import CheckpointError
 from ...recipes.forms import GLOBAL_SCALE
-from ...recipes.schemes import SEARCHES, Scheme
+from ...recipes.schemes import SEARCHED, Scheme
 from .chunk import (
     BITS_DTYPE,
     MANTISSA_BITS,
@@ -73,7 +73,7 @@ def pack(
             the largest magnitude of the group. (vLLM 0.32.0 rounds fused static FP8 weights again,
             to the largest of their scales: fp8_utils.process_fp8_weight_tensor_strategy. Of one
             scale it changes nothing.)
-        search: a key of `recipes.schemes.SEARCHES`; "" for scales from the largest magnitude alone,
+        search: `mse`, or "" for scales from the largest magnitude alone,
             which is also what schemes without a meaning for it get.
         shared: outputs that are given, by suffix: those that say something of the whole matrix,
             where the weights are some of its rows. By default they are computed.
@@ -94,7 +94,7 @@ def pack(
                 got=f"{weight.dtype} {tuple(weight.shape)}",
                 cure="Keep this tensor",
             )
-    if not search or scheme.name not in SEARCHES[search]:
+    if scheme.name not in SEARCHED:
         search = ""
     if shared is None:
         shared = {}

@@ -239,7 +239,6 @@ def family_mapping(source: Source) -> Json:
     """
     raw = model_mapping(
         view_of(source),
-        source.entries,
         model=model_name(source.where),
         source=source.where,
         revision=source.revision,

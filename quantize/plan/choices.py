@@ -245,14 +245,8 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
     everything = dict.fromkeys(QUANTIZABLE_ROLES, AUTO)
     if not everything.items() <= recipe.backbone.items():
         return recipe
-    view = view_of(source)
-    there = set[Role]()
-    for name in source.entries:
-        place = view.place(name)
-        if place is not None and place.part == "backbone":
-            there.add(place.role)
     backbone = dict(recipe.backbone)
-    for group in everything.keys() - there:
+    for group in everything.keys() - view_of(source).groups["backbone"]:
         backbone.pop(group)
     return recipe.model_copy(update={"backbone": backbone})
 

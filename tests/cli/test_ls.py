@@ -11,7 +11,7 @@ import termios
 
 import pytest
 from commands import KEEPMTP, assert_shows, environment_without, ran
-from keepmtp.cli.ls import COLUMNS, scheme_rows, screen
+from keepmtp.cli.ls import COLUMNS, screen
 from keepmtp.recipes.model_file import listed
 
 MODELS = {row["model"] for row in listed()}
@@ -93,8 +93,3 @@ def test_families_say_what_can_be_calibrated_and_why_not():
     assert can("glm5_next").startswith("yes no ")
     shown = ran("ls families", COLUMNS="80")
     assert max(map(len, shown.splitlines()[:-1])) <= 80 and "can be calibrated" in shown
-
-
-def test_schemes_say_which_searches_they_have():
-    found = {row["scheme"]: row["searches"] for row in scheme_rows()}
-    assert found["NVFP4"] == found["W4A16"] == ["mse"] and found["MXFP4"] == []

@@ -26,8 +26,8 @@ CASES = [(model, variant) for model in releases.MODELS for variant in COMMON]
 
 def recipe_of(checkpoint: Checkpoint, variant: str, *, model: str = "mine") -> Recipe:
     source = as_source(checkpoint, NOWHERE)
-    view = find_view(source.config, model)
-    raw = model_mapping(view, source.entries, model=model, source="/data/mine", revision="local")
+    view = find_view(source.config, model, source.entries)
+    raw = model_mapping(view, model=model, source="/data/mine", revision="local")
     return validated(flat_recipes(raw, "mine")[variant], "mine")
 
 

@@ -11,10 +11,10 @@ from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import validated
-from keepmtp.recipes.schemes import SCHEMES, SEARCHES
+from keepmtp.recipes.schemes import SCHEMES, SEARCHED
 from writing import tiny, weights_of, written
 
-SWEPT = sorted(SEARCHES["mse"] - {"NVFP4"})  # its weights are NVFP4A16's
+SWEPT = sorted(SEARCHED - {"NVFP4"})  # its weights are NVFP4A16's
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -144,7 +144,7 @@ def test_values_that_make_trouble_do_not_get_worse(name):
         assert error_of(name, found, weight) <= error_of(name, plain, weight) * allowed
 
 
-@pytest.mark.parametrize("name", sorted(SCHEMES.keys() - SEARCHES["mse"]))
+@pytest.mark.parametrize("name", sorted(SCHEMES.keys() - SEARCHED))
 def test_other_schemes_of_the_recipe_are_rounded_as_without_it(name):
     weight = weights()["normal"]
     assert_equal(found_by(name, weight, "mse"), found_by(name, weight, ""))
