@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 STATIONS = {
     "acceptance": ("prompts",),
     "tasks": ("task", "dataset", "limit"),
-    "lossless": ("prompts", "depth"),
+    "lossless": (),
     "closeness": ("text", "tokens"),
 }
 """What can be asked, and the options that are for it alone."""
@@ -76,9 +76,6 @@ class EvalOptions:
         None
     )
     prompts: PromptsOption = None
-    depth: Annotated[str | None, typer.Option(help="Ask the probe after so many other tokens.")] = (
-        None
-    )
     text: Annotated[Path | None, typer.Option(help="Held-out text: .txt or .jsonl.")] = None
     tokens: Annotated[
         int | None, typer.Option(min=2, help=f"Tokens of that text, at most: {_TOKENS:,}.")
@@ -145,7 +142,7 @@ def eval(
     \b
     acceptance  what is accepted of the drafts, and outputs with and without MTP
     tasks       the recipe's tasks: lm-evaluation-harness asks and scores
-    lossless    the tasks with MTP off too; a probe in twelve scripts and in code
+    lossless    with MTP on and off: twelve scripts, code, tools, load; and the tasks
     closeness   divergence and flips of the predictions on held-out text
 
     Closeness is measured where the recipe limits it, or with --text; the others always. Each server
@@ -204,6 +201,7 @@ def _stations(
     """
     from ..checkpoints.record import read_record
     from ..validate.measure import closeness, harness, lossless, tasks
+    from ..validate.measure.lm_eval_task import questions as questions_of
     from ..validate.measure.serve_check import AcceptanceStation
     from ..validate.measure.texts import PROMPTS, held_out, read_prompts
 
@@ -217,25 +215,25 @@ def _stations(
         opened.append(original)
         harness.refuse_drafts(original, *ks, option="-k", is_original=True)
     makers = {}
-    if {"acceptance", "lossless"} & {*chosen}:
-        depths = ()
-        if "lossless" in chosen:
-            depths = numbers("--depth", asked.depth or "0", least=0)
-            for each in opened:
-                lossless.refuse_depth(each, max(depths))
+    if "acceptance" in chosen:
         prompts = PROMPTS
         if asked.prompts is not None:
             prompts = tuple([item.text for item in read_prompts(asked.prompts).items])
         most = asked.max_tokens or _MAX_TOKENS
-        makers["serve"] = partial(
-            AcceptanceStation, ks=tuple(ks), prompts=prompts, max_tokens=most, depths=depths
+        makers["serve"] = partial(AcceptanceStation, ks=tuple(ks), prompts=prompts, max_tokens=most)
+    if "lossless" in chosen:
+        makers["lossless"] = partial(
+            lossless.Lossless,
+            k=ks[-1],
+            has_cache=any(protocol.prefix_caching for protocol in protocols),
+            max_tokens=min(asked.max_tokens or _MAX_TOKENS, lossless.MAX_TOKENS),
         )
     if "tasks" in chosen:
         questions = []
         for protocol in protocols:
             for each in opened:
                 tasks.refuse_model(each, protocol, session.extra)
-            questions.append(tasks.questions_of(protocol))
+            questions.append(questions_of(protocol))
         makers["evaluation"] = partial(
             tasks.Tasks,
             asked=tuple(questions),

@@ -108,6 +108,6 @@ def exit_status(judged: JudgementFact, facts: Mapping[str, Any]) -> int:
         asked.update(part.asked)
     if has_no_block(parts):  # of which there is nothing to compare with
         asked.discard("acceptance")
-    if verdict_on(judged, {*asked, "findings", "loads", "probe"}) == "regression":
+    if verdict_on(judged, {*asked, "findings", "loads", "lossless"}) == "regression":
         return FINDINGS
     return OF_VERDICT[verdict_on(judged, asked)]

@@ -18,7 +18,6 @@ from ..checkpoints.mtp_source import has_mtp
 from ..checkpoints.record import RECORD, is_draft_alone
 from ..checkpoints.source import Source, open_source, small_file
 from ..checkpoints.source_of import (
-    folder_it_was_made_from,
     original_of,
     recorded_mtp_source,
 )
@@ -236,7 +235,7 @@ class Session:
         checked = static(checkpoint.source, source=compared, target=target).data
         judgement = judge(check=checked, **facts, **how)
         made: Any = {"judgement": judgement, **facts}
-        data = check_data(checked, opened=checkpoint.source, source=compared)
+        data = check_data(checked, opened=checkpoint.source)
         report = reports.assemble(data, vllm=vllm, made_at=now(), **made)
         reports.write(self.out, report)
         return judgement
@@ -275,8 +274,7 @@ def recorder(paths: list[str], draft: str = "") -> Callable[[Checked], Path]:
     def keep(checked: Checked) -> Path:
         if draft:
             checked = as_of_draft(checked, target)
-        made_from = folder_it_was_made_from(checkpoint)
-        record_check(folder, checked, identity, made_from and open_source(str(made_from)))
+        record_check(folder, checked, identity)
         reports.refresh(folder)
         return folder / reports.JSON_FILE
 

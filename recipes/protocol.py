@@ -92,11 +92,6 @@ class Evaluation(Frozen):
         return self.dataset
 
     @property
-    def calls_tools(self) -> bool:
-        """The task is keepmtp's own, whose answers are tool calls."""
-        return not TASKS[self.task].file
-
-    @property
     def title(self) -> str:
         """The task, or "<task> form" where the questions are from a file."""
         if self.dataset is None:
@@ -112,10 +107,6 @@ class Evaluation(Frozen):
         if self.dataset is not None and self.dataset_revision is not None:
             rule = "dataset_revision: must be left out for a file"
             yield rule, repr(self.dataset_revision), "Remove it"
-        how = self.api, self.shots, self.repeats, self.dataset
-        if self.calls_tools and how != ("chat", 0, 1, None):
-            rule = "api, shots, repeats, dataset: must be chat, 0, 1 and none for tool-calls"
-            yield rule, how, "Leave them out"
         if self.repeats > 1 and not self.temperature:
             rule = "repeats: must be 1 where temperature is 0, because all runs are the same"
             yield rule, self.repeats, "Set a temperature"

@@ -28,7 +28,6 @@ TaskName = Literal[
     "math500",
     "aime24",
     "aime25",
-    "tool-calls",
 ]
 
 
@@ -37,7 +36,7 @@ class TaskRow:
     """One task."""
 
     # lm-eval's name of the task, or of a group, below its folder in lm-eval's folder of tasks.
-    file: str = ""
+    file: str
     # The dataset's repository.
     hub: str
     # Name of each score: lm-eval's metric and filter.

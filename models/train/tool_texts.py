@@ -1,4 +1,4 @@
-"""The conversations of `keepmtp eval --task tool-calls` as text, with the tokenizer and the batches.
+"""The conversations of `keepmtp eval --only lossless` as text, with the tokenizer and the batches.
 
 In: keepmtp's own conversations, expected calls included. Out: batches in which only what an assistant
 says has weight.
@@ -12,7 +12,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.measure.tool_calls import conversations
 from texts import EOS_ID, Batch, padded, trained
 from transformers import PreTrainedTokenizerFast
@@ -55,8 +54,8 @@ def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
 def whole_conversations() -> list[list[dict[str, Any]]]:
     """The messages of each, the last answer included."""
     found = []
-    for each in conversations(Evaluation(task="tool-calls")).items:
-        messages = json.loads(json.dumps([*each.turns[-1].messages, each.turns[-1].answer]))
+    for turns in conversations():
+        messages = json.loads(json.dumps([*turns[-1].messages, turns[-1].answer]))
         for message in messages:
             for call in message.get("tool_calls", ()):  # as vLLM gives them to a template
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])

@@ -9,7 +9,6 @@ import pytest
 from commands import GLM, assert_shows, keepmtp_without
 from data_files import cases, put_json
 from evaluations import Answers, evaluation, several
-from keepmtp.cli.eval import EvalOptions
 from keepmtp.cli.main import app
 from keepmtp.cli.measured import shown
 from keepmtp.recipes.errors import KeepMTPError
@@ -94,15 +93,6 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
     ]
 
 
-def test_tool_calls_are_asked_with_prefix_caching_too_unless_it_is_switched_off():
-    recipe = (Evaluation(k=2, concurrency=8),)
-    (protocol,) = EvalOptions(task="tool-calls").protocols(recipe)
-    assert protocol == Evaluation(task="tool-calls", k=2, concurrency=8) and protocol.prefix_caching
-    recipe = (Evaluation(task="tool-calls", prefix_caching=False),)
-    (protocol,) = EvalOptions(task="tool-calls").protocols(recipe)
-    assert not protocol.prefix_caching
-
-
 def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, asked):
     first = Evaluation(dataset="models/held_out.jsonl", shots=0, k=2)
     second = Evaluation(task="gsm8k_platinum", shots=5, k=2, max_tokens=96)
@@ -150,12 +140,6 @@ ONE_TASK = (
     "right in the source alone 30, in the checkpoint alone 9",
     "drafting regression gsm8k: 42 of 1,319 greedy answers are another text with MTP on than off.",
 )
-TOOL_CALLS = (
-    "tool-calls, strict-match, 120 questions 90.83 % ± 2.65 84.17 % ± 3.35 85.00 % ± 3.27",
-    "tool-calls not measured tool-calls, flexible-extract: 84.17 % of 120 questions",
-    "drafting pass tool-calls: 3 of 120 greedy answers are another text with MTP on than off.",
-    "tool-calls on keepmtp: task tool-calls, shots 0, api chat, max_tokens 4096, k 3,",
-)
 SEVERAL = (
     "gsm8k, flexible-extract, 1,319 questions 68.99 % ± 1.27 68.92 % ± 1.27 -",
     "gsm8k_platinum, flexible-extract, 1,000 questions 66.00 % ± 1.50 61.00 % ± 1.54 -",
@@ -171,14 +155,6 @@ SEVERAL = (
                 Answers(both=900, only_source=30, only_checkpoint=9, neither=380), switched=(40, 2)
             ),
             ONE_TASK,
-        ),
-        (
-            evaluation(
-                Answers(both=100, only_source=9, only_checkpoint=1, neither=10),
-                protocol={"task": "tool-calls"},
-                switched=(2, 1),
-            ),
-            TOOL_CALLS,
         ),
         (
             several(

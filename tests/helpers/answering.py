@@ -102,6 +102,12 @@ class Answering(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+class Several(ThreadingHTTPServer):
+    """Takes as many connections at once as a station opens."""
+
+    request_queue_size = 64
+
+
 @contextmanager
 def answering(
     answers: Mapping[str, Any],
@@ -111,9 +117,7 @@ def answering(
 ) -> Iterator[tuple[Server, list[dict]]]:
     """A `Server`, and the list that its requests are noted in."""
     asked: list[dict] = []
-    http = ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(handler, answers=answers, fault=fault, asked=asked)
-    )
+    http = Several(("127.0.0.1", 0), partial(handler, answers=answers, fault=fault, asked=asked))
     threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
     log.write_text(f"INFO started\n{OOM}\n")
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

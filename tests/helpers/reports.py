@@ -10,7 +10,6 @@ from typing import Any
 from commands import GLM
 from data_files import table
 from keepmtp.checkpoints.identity import Identity
-from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.check.check import check, examine
 from keepmtp.validate.dryload.check_on import with_loads
@@ -32,7 +31,7 @@ from keepmtp.validate.report.check_data import calibration_fact, check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
 from pydantic import BaseModel
-from stations import bench_fact, cell, closeness
+from stations import bench_fact, cell, closeness, lossless
 
 MODEL = GLM
 AT = "2030-01-02 03:04:05 UTC"
@@ -129,10 +128,8 @@ def accepting(mine: int, theirs: int, of: int) -> ServeCheck:
 
 def whole(**choices: bool) -> FullReport:
     """Everything ran; `choices` go to `served`."""
-    opened = open_source(MODEL)
     return loaded(
         *[account(gpu, tp) for gpu in ("sm90", "sm100", "sm120") for tp in (1, 4)],
-        before=opened,
         serve=served(**choices),
     )
 
@@ -173,11 +170,11 @@ def judged(
     )
 
 
-def loaded(*accounts: LoadAccount, before: Source | None = None, **measured: Any) -> FullReport:
+def loaded(*accounts: LoadAccount, **measured: Any) -> FullReport:
     """A real static check, with these dry loads and a warning."""
     checked = with_loads(examine(MODEL), accounts)
     warned = checked.data.model_copy(update={"findings": (*checked.data.findings, WARNED)})
-    return judged(check_data(warned, opened=checked.source, source=before), **measured)
+    return judged(check_data(warned, opened=checked.source), **measured)
 
 
 def hostile(word: str) -> FullReport:
@@ -193,6 +190,7 @@ def hostile(word: str) -> FullReport:
             "serve": serve.model_copy(update={"checkpoint": own}),
             "bench": bench.model_copy(update={"checkpoint": cells}),
             "closeness": closeness(Path(folder)),
+            "lossless": lossless((), (), ("x",)),
         }
     judged = judge(gates=LIMITS, check=full, **parts)
     parts |= {"judgement": judged, "calibration": calibrated().calibration}

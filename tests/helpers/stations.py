@@ -1,4 +1,4 @@
-"""What stations find, as they leave it: closeness, and a speed matrix as
+"""What stations find, as they leave it: lossless, closeness, and a speed matrix as
 `keepmtp bench` would find it, tokens a second by k and load, from counts and seconds.
 """
 
@@ -10,6 +10,7 @@ from data_files import table
 from keepmtp.checkpoints.identity import file_sha256
 from keepmtp.validate.facts.benched import BenchCell, Benched, BenchFact, Repetition
 from keepmtp.validate.facts.closeness import ClosenessFact, PredictedFact
+from keepmtp.validate.facts.lossless import AskedFact, AskedModel, LosslessFact
 from keepmtp.validate.facts.served import AsServed, Role
 from keepmtp.validate.measure import figures
 from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, ComparedWindow, Sitting
@@ -54,6 +55,20 @@ def closeness(
         samples=path.name,
         samples_sha256=file_sha256(path),
         **figures.closeness(found),
+    )
+
+
+def lossless(*broken: tuple[str, ...]) -> LosslessFact:
+    """Of the source with MTP off, and of the checkpoint with MTP off and on, asked in two ways."""
+    asked = []
+    for k, names in zip((0, 0, 1), broken, strict=True):
+        for way, seen in (("one at a time", {}), ("32 at once", {"characters": names})):
+            asked.append(AskedFact(k=k, way=way, num=56, num_changed=0, seen=seen))
+    how = {"path": "/data/x", "as_served": "native", "reason": ""}
+    return LosslessFact(
+        source=AskedModel(role="source", asked=tuple(asked[:2]), **how),
+        checkpoint=AskedModel(role="checkpoint", asked=tuple(asked[2:]), **how),
+        environment={"vllm": "0.32.0", "device": "H200"},
     )
 
 

@@ -85,6 +85,7 @@ def main(
 
 
 class _Port(socketserver.ThreadingTCPServer):
+    request_queue_size = 64
     daemon_threads = True
     allow_reuse_address = True
     model = ""

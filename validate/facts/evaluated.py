@@ -37,10 +37,6 @@ from .settle import (
 
 NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
-NO_CALL = (
-    "No reply had a parsed tool call, so nothing is known of calls: start the server with the "
-    "parser that reads them, `-- --tool-call-parser NAME`."
-)
 
 
 class ScoreFact(Fact):
@@ -151,8 +147,9 @@ class TaskFact(StationFact):
         paired: a row for each filter; empty without a source.
         plain: the checkpoint without method=mtp; None where it was not asked so.
         drafting: `checkpoint` against `plain`.
-        num_calls: that the parser found in all replies; None where no tool is to be called.
     """
+
+    dropped = frozenset({"num_calls"})
 
     protocol: Evaluation
     dataset_sha256: str
@@ -161,7 +158,6 @@ class TaskFact(StationFact):
     paired: tuple[PairedFact, ...]
     plain: EvaluatedFact | None = None
     drafting: DraftingFact | None = None
-    num_calls: Count | None = None
 
     def judged_filter(self, wanted: str) -> str:
         """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else
@@ -211,8 +207,6 @@ class TaskFact(StationFact):
     def notes(self) -> Iterator[str]:
         """What a reader of these rows should know."""
         name = self.protocol.title
-        if self.num_calls == 0:
-            yield NO_CALL
         if not self.source:
             yield f"{name}: the source was not evaluated, so there is no difference to show."
         if self.plain is None:
@@ -229,11 +223,9 @@ class TaskFact(StationFact):
             yield "The drafts of the checkpoint were not counted: its server was killed."
         fields = self.protocol.model_dump(exclude_none=True)
         said = ", ".join([f"{name} {value}" for name, value in fields.items()])
-        harness = (
-            "" if self.protocol.calls_tools else f"lm-eval {self.environment.get('lm-eval')}, "
-        )
+        harness = f"lm-eval {self.environment.get('lm-eval')}"
         where = f"vLLM {self.environment['vllm']} on {self.environment['device']}"
-        yield f"{name} on {self.protocol.dataset_name}: {said}; {harness}{where}."
+        yield f"{name} on {self.protocol.dataset_name}: {said}; {harness}, {where}."
 
     @model_validator(mode="after")
     def _has_the_same_filters(self) -> "TaskFact":
@@ -345,8 +337,6 @@ def _first_task(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
         return unmeasured("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does.")
     gate = evaluation.protocol.task
     source = evaluation.source
-    if evaluation.num_calls == 0:
-        return unmeasured(gate, NO_CALL)
     if source is None:
         says = "The source was not evaluated: `keepmtp eval CHECKPOINT --source SOURCE` does both."
         return unmeasured(gate, says)
@@ -399,14 +389,12 @@ def _worst_task(
     lacking = [name for name in wanted if name not in names]
     for task in tasks:
         score = task.source and task.source.score(task.judged_filter(gates.filter)).value
-        if task.num_calls == 0 or not score:
+        if not score:
             lacking.append(task.protocol.task)
     if lacking or not tasks:
         cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists."
         if lacking:
             cure = f"{', '.join(lacking)}: not asked, or the source gets nothing right. {cure}"
-        if any(task.num_calls == 0 for task in tasks):
-            cure = f"{NO_CALL} {cure}"
         yield unmeasured("worst task", cure)
         return
     drops = [_dropped("worst task", gates, task, most) for task in tasks]

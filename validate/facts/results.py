@@ -1,10 +1,11 @@
 """The result files of one checkpoint: what each station measured, with the bytes it measured it on.
 
 In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json`, `eval.json`,
-`bench.json` and `closeness.json` in the evidence folder, `NAME.report` next to the checkpoint NAME.
+`lossless.json`, `bench.json` and `closeness.json` in the evidence folder, `NAME.report` next to the
+checkpoint NAME.
 `report.py` reads them and makes report.json of them.
 
-    station, schema         check, serve, eval, bench or closeness; the version of its form
+    station, schema         check or one of `MEASURED`; the version of its form
     keepmtp, vllm, made_at  what measured, and when (UTC)
     checkpoint              `Identity`: the bytes, file by file
     data                    `CheckData`, `ServeCheck`, `EvaluationFact`, `BenchFact`, ...
@@ -26,7 +27,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 
 from ... import __version__
-from ...checkpoints.fact import Count, Fact
+from ...checkpoints.fact import Fact
 from ...checkpoints.files import refuse_strange, write_whole
 from ...checkpoints.identity import Identity
 from ...checkpoints.json_file import read_bytes_of
@@ -39,6 +40,7 @@ from .closeness import ClosenessFact
 from .dry_load import DryLoad, newest
 from .evaluated import EvaluationFact
 from .findings import CheckpointFacts, Finding, errors_of
+from .lossless import LosslessFact
 from .served import OfDraft, ResultFact, ServeCheck, StationFact, TargetFact
 
 
@@ -47,20 +49,8 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-class GroupSize(Fact):
-    """Bytes of one module group, scales included; `num_bytes_before` is the source's, None if none
-    was given.
-    """
-
-    part: str
-    group: str
-    num_tensors: Count
-    num_bytes: Count
-    num_bytes_before: Count | None = None
-
-
 class CheckData(ResultFact):
-    """The static check and the dry loads; `absent` says why sizes, dry or calibration is empty,
+    """The static check and the dry loads; `absent` says why dry or calibration is empty,
     where that is known; `values_read`, how much of the tensors was read, by its level; in no
     file. Of a draft of its own, with `target`, and what is found of both.
     """
@@ -69,12 +59,12 @@ class CheckData(ResultFact):
     part = "check"
     command = "check {} --record"
     form = 3
+    dropped = frozenset({"sizes"})
 
     path: str
     facts: CheckpointFacts
     findings: tuple[Finding, ...]
     values_read: str = Field(default="", exclude=True)
-    sizes: tuple[GroupSize, ...] = ()
     dry: tuple[DryLoad, ...] = ()
     calibration: CalibrationFact | None = None
     absent: Mapping[str, str] = Field(default_factory=dict)
@@ -118,7 +108,13 @@ class Result(Fact, Generic[Data]):
     seal: str = ""
 
 
-MEASURED: tuple[type[StationFact], ...] = (EvaluationFact, ServeCheck, ClosenessFact, BenchFact)
+MEASURED: tuple[type[StationFact], ...] = (
+    EvaluationFact,
+    ServeCheck,
+    LosslessFact,
+    ClosenessFact,
+    BenchFact,
+)
 """What is measured with servers, in the order in which it is shown."""
 STATIONS: Mapping[str, type[ResultFact]] = {kind.station: kind for kind in (CheckData, *MEASURED)}
 """What the file of each station holds."""

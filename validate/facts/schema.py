@@ -1,23 +1,23 @@
-"""report.json, version 10: everything that was found about one checkpoint.
+"""report.json, version 11: everything that was found about one checkpoint.
 
 In and out: the file itself. `report.py` fills it, and `validate/report/card.py` makes the model
 card from it and from nothing else.
 
-    schema, keepmtp, vllm, made_at   10, what wrote it, the vLLM that judged, when (UTC)
+    schema, keepmtp, vllm, made_at   11, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}  the checkpoint, and the sentence on top of the page
     facts                            family, dialect, counts, bytes, forms of the MTP block
     findings [...]                   origin, severity, where, says, cure, rule, count
-    sizes [...]                      part, group, num_tensors, num_bytes, num_bytes_before
     dry [...]                        a version, GPU and TP each: vllm, gpu, tp, k, ok, error, ...
     calibration {...}                what keepmtp.json says: data, coverage, acceptance, candidates
     serve {...}                      what real servers did: source, checkpoint, runs by k
     evaluation {...}                 tasks of source and checkpoint, paired, with draft counters
+    lossless {...}                   faults and changed texts with MTP on and off, by k and way
     bench {...}                      tokens a second by k and load, and the recommended k
     closeness {...}                  divergence and flips between the served source and checkpoint
     judgement {...}                  the gates: pass, regression or infeasible, with a reason each
     identity {...}                   the bytes that all of this was measured on, file by file
     results {file: sha256}           result files in the same folder with the same numbers
-    absent {part: sentence}          why sizes or calibration are empty
+    absent {part: sentence}          why the calibration is empty
     target {path, revision, sha256}  of a draft of its own alone: what it was judged and served with
 
 Easy to get wrong: a field that is added, renamed or read otherwise is a new version; unknown fields
@@ -65,7 +65,7 @@ class FullReport(_Measured):
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
-    version: Literal[10] = Field(default=10, alias="schema")
+    version: Literal[11] = Field(default=11, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str

@@ -20,9 +20,8 @@ from ...recipes.errors import counted
 from ...recipes.frozen import frozen
 from ...recipes.protocol import Gates
 from .numbers import figure
-from .probed import ProbeFact, worse
 from .rows import CONFIDENCE, Arm, Row, detail, interval
-from .settle import CHANCE, ReasonFact, reason
+from .settle import ReasonFact
 
 T = TypeVar("T")
 Role = Literal["source", "checkpoint"]
@@ -202,10 +201,9 @@ class Run(Drafts):
             there is nothing to compare with (k=0 itself, or it did not load).
         error: vLLM's last error words; "" if loaded.
         log: path of the server's log.
-        probed: the answers to the probe, by depth.
     """
 
-    dropped = frozenset({"is_repeatable"})
+    dropped = frozenset({"is_repeatable", "probed"})
 
     k: NumDrafts
     loaded: bool
@@ -215,7 +213,6 @@ class Run(Drafts):
     partings: tuple[Parting, ...] | None = None
     error: str = ""
     log: str = ""
-    probed: tuple[ProbeFact, ...] = ()
 
 
 class ServedModel(Fact):
@@ -340,7 +337,7 @@ class StationFact(ResultFact):
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """The gates that its command is to tell; findings, loads and the probe tell themselves."""
+        """The gates that its command is to tell; findings, loads and lossless tell themselves."""
         return ()
 
     @classmethod
@@ -487,47 +484,6 @@ class ServeCheck(StationFact):
     def is_compared(self) -> bool:
         """Whether a server that drafts had one without to be compared with."""
         return any(run.partings is not None for run in self.checkpoint.runs)
-
-    @classmethod
-    def reasons(cls, fact: "ServeCheck | None", judging: Judging) -> Iterator[ReasonFact]:
-        """The answers to the probe: the checkpoint's with MTP on against those with MTP off, and
-        these against the source's. One reason, where two servers were asked.
-
-        Every fault at every depth is asked, by the exact sign test. What becomes better is no
-        fault.
-        """
-        if fact is None:
-            return
-        plain = fact.checkpoint.runs[:1]
-        pairs = [("with MTP on", off, on) for off in plain for on in fact.checkpoint.runs[1:]]
-        if fact.source:
-            for before, after in zip(fact.source.runs, plain, strict=False):
-                pairs.append(("of the checkpoint", before, after))
-        seen = []
-        for whose, before, after in pairs:
-            for ours, theirs in zip(before.probed, after.probed, strict=False):
-                seen += [(*found, ours.depth, whose) for found in worse(ours, theirs)]
-        if not seen:
-            return
-        rarest = min(seen, key=lambda one: (one[0], -len(one[2])))
-        chance, fault, names, num_before, depth, whose = rarest
-        if not names:
-            servers = " or ".join(dict.fromkeys(one[-1] for one in seen))
-            yield reason("probe", "pass", f"No answer {servers} alone has a fault.")
-            return
-        scripts = dict.fromkeys([name.partition(" ")[0] for name in names])
-        verdict = "pass"
-        how = "no more than chance gives"
-        if chance < CHANCE:
-            verdict = "regression"
-            how = "beyond chance"
-        says = (
-            f"At depth {depth:,}, {counted(len(names), 'answer')} {whose} alone "
-            f"{'have' if names[1:] else 'has'} a fault of {fault} "
-            f"({', '.join(scripts)}), and {num_before:,} the other way round (exact sign "
-            f"test: {chance:.2g}), {how}."
-        )
-        yield reason("probe", verdict, says)
 
 
 def those(*models: T | None) -> tuple[T, ...]:

@@ -40,7 +40,7 @@ class ReasonFact(HasVerdict):
 
     Attributes:
         gate: findings, loads, acceptance, the first task's name, worst task,
-            drafting, probe, speed or closeness.
+            drafting, lossless, speed or closeness.
         says: a sentence with the figures.
         needed: samples (questions or drafted tokens) that would settle it; None where it is not a
             matter of samples.

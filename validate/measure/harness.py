@@ -44,7 +44,7 @@ COPY: AsServed = "BF16 copy of the same weights"
 NOTE_SECONDS = 2.0
 # What a chat template adds to a conversation, at most: system prompts of releases.
 CHAT_TOKENS = 2112
-_TEMPLATES = {"chat_template.jinja", "chat_template.json"}
+TEMPLATES = {"chat_template.jinja", "chat_template.json"}
 _TEMPLATE_WORDS = {"--chat-template", "--tokenizer-mode"}
 
 Watch = Callable[[Step], None]
@@ -477,25 +477,9 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
     Raises:
         CheckpointError: see `source.small_bytes`.
     """
-    if _TEMPLATES & {*source.companions} or _TEMPLATE_WORDS & options_of(further).keys():
+    if TEMPLATES & {*source.companions} or _TEMPLATE_WORDS & options_of(further).keys():
         return True
     return b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
-
-
-def takes_tools(source: Source, further: Sequence[str]) -> bool:
-    """Whether the server's chat template asks for tools, as far as its text shows.
-
-    Raises:
-        CheckpointError: see `source.small_bytes`.
-    """
-    words = options_of(further)
-    named = words.get("--chat-template", "")
-    texts = [small_bytes(source, name) for name in (*_TEMPLATES, "tokenizer_config.json")]
-    if named:
-        is_file = "{" not in named and Path(named).is_file()
-        texts = [Path(named).read_bytes() if is_file else named.encode()]
-    # A mode of the tokenizer has its template in code.
-    return "--tokenizer-mode" in words or any(b"tools" in text for text in texts if text)
 
 
 def room_for(prompts: Iterable[str], source: Source, *, is_chat: bool, max_tokens: int) -> int:

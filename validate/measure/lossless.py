@@ -1,9 +1,10 @@
-"""The station lossless: what people switch MTP off for. The tasks with MTP on against off; and the
-probe, prompts in twelve scripts and in code, each as it is and as JSON, whose answers have faults
-that English prose hardly shows.
+"""The station lossless: what people switch MTP off for. The same requests with MTP on and off,
+alone and many at once, streamed, and with prefix caching: prompts in twelve scripts and in code,
+each as it is and as JSON, whose answers have faults that English prose hardly shows; and
+conversations with tools.
 
-In: finished files of answers; for the probe a server, and how much other text comes first. Out: a
-`DraftingFact`; that text, and a `ProbeFact`.
+In: local checkpoints and a `Setup`. Out: a `LosslessFact`, and a file of answers for each way of
+each server; of finished tasks a `DraftingFact`.
 
 Easy to get wrong: a token may be a part of a character. vLLM holds back what is no whole character
 yet, and for good if it never becomes one (0.32.0, v1/engine/detokenizer.py). So the tokens of a
@@ -11,33 +12,29 @@ whole answer are joined before anything is counted. And another text with drafti
 itself.
 """
 
+import hashlib
 import json
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
 
-from ...checkpoints.source import Source
-from ...recipes.errors import RecipeError
+from ...recipes.frozen import frozen
 from ...recipes.yaml_file import load_shipped
 from ..facts.binomial import sign_test
 from ..facts.evaluated import NOT_EMPTY, DraftingFact, SwitchFact
+from ..facts.lossless import AskedFact, AskedModel, InAnswer, LosslessFact
 from ..facts.paired import parted
-from ..facts.probed import InAnswer, ProbeFact
-from ..facts.served import Output
-from .harness import room_for
-from .replies import TokensReply
+from ..facts.served import Output, those
+from . import tool_calls
+from .harness import Ask, Failures, Model, Setup, Work, drafted_by, room_for
 from .server import Server
-from .store import Answer, Continuation, LineFile, ProbeHeader, Samples
-from .texts import held_out
+from .store import Answer, LosslessHeader, Samples, open_lines
 
 # Of an answer, at most.
 MAX_TOKENS = 128
-# What comes before the prompts: documentation of Python, with seven characters for each of `_MOST`
-# tokens, which is more than tokens of English have.
-OTHER = held_out(Path(__file__).parents[2] / "models" / "docs.jsonl", None)
-_MOST = 32_768
+AT_ONCE = 32
 _OPENED = '{"1": "'
 # A text repeats itself where most of its pieces of so many characters are there twice.
 _PIECE = 12
@@ -55,46 +52,192 @@ for _script, _texts in load_shipped(Path(__file__).with_suffix(".yaml")).items()
         PROMPTS[f"{_script} {_number} JSON"] = f"{_line}\n{_OPENED}"
 
 
-def refuse_depth(source: Source, depth: int) -> None:
-    """Refuse a depth after which a prompt and its answer do not fit the model.
+@frozen
+class Request:
+    """A prompt to go on with, or a conversation to hold."""
 
-    Raises:
-        RecipeError: says how deep it may be.
+    name: str
+    prompt: str = ""
+    turns: Sequence[tool_calls.Turn] = ()
+
+
+@frozen
+class Way:
+    """How all requests are asked: streamed, if several."""
+
+    name: str
+    at_once: int = AT_ONCE
+    words: tuple[str, ...] = ()
+
+
+@frozen
+class Lossless:
+    """The station: how to serve, whom, and how they are asked.
+
+    Attributes:
+        setup, source, checkpoint: how to serve, and what. The source is asked with MTP off.
+        k: tokens drafted a step.
+        has_cache: ask a server with prefix caching as well.
+        max_tokens: of an answer to a prompt, at most.
     """
-    most = source.text_config.get("max_position_embeddings")
-    most = min(_MOST, most) if isinstance(most, int) else _MOST
-    room = room_for(PROMPTS.values(), source, is_chat=False, max_tokens=MAX_TOKENS)
-    if depth and depth + room > most:
-        rule = f"with prompt and answer it must be {most:,} tokens of {source.where} at most"
-        cure = f"Use --depth {max(0, most - room)} or less"
-        raise RecipeError("--depth", rule, got=f"{depth:,} and {room:,}", cure=cure)
+
+    setup: Setup
+    source: Model | None
+    checkpoint: Model
+    k: int
+    has_cache: bool = False
+    max_tokens: int = MAX_TOKENS
+
+    @property
+    def ways(self) -> Iterator[Way]:
+        """The first is the one that the texts of others are compared with."""
+        yield Way(name="one at a time", at_once=1)
+        yield Way(name=f"{AT_ONCE} at once")
+        if self.has_cache:
+            yield Way(name="with prefix caching", words=("--enable-prefix-caching",))
+
+    def works(self, model: Model) -> list[Work]:
+        """What is missing.
+
+        Raises:
+            CheckpointError: answers that cannot be read.
+        """
+        return [work for _, work in self._all(model) if work.file.missing]
+
+    def fact(self, failures: Failures) -> LosslessFact:
+        """What is seen in all answers."""
+        return LosslessFact(
+            source=self.source and self._asked(self.source),
+            checkpoint=self._asked(self.checkpoint),
+            environment=self.setup.environment,
+        )
+
+    def _asked(self, model: Model) -> AskedModel:
+        """What one checkpoint's servers answered."""
+        asked = []
+        first = list[str]()
+        how = {}
+        for way, work in self._all(model):
+            lines = work.file.in_order()
+            texts = [line.text for line in lines]
+            first = first or texts
+            pairs = zip(texts, first, strict=True)
+            seen: dict[InAnswer, tuple[str, ...]] = {}
+            for request, line in zip(self._requests, lines, strict=True):
+                for each in dict.fromkeys(_seen(request, line)):
+                    seen[each] = (*seen.get(each, ()), request.name)
+            asked.append(
+                AskedFact(
+                    k=work.k,
+                    way=way.name,
+                    num=len(texts),
+                    num_changed=sum([one != other for one, other in pairs]),
+                    seen=seen,
+                )
+            )
+            how = work.file.served
+        return AskedModel(role=model.whose, path=model.source.where, asked=tuple(asked), **how)
+
+    def _all(self, model: Model) -> Iterator[tuple[Way, Work]]:
+        ks = {0}
+        if model.role == "checkpoint":
+            ks.add(drafted_by(model, self.k))
+        for k in sorted(ks):
+            for way in self.ways:
+                yield way, self._work(model, k, way)
+
+    @property
+    def _parser(self) -> tuple[str, ...]:
+        """The words with which servers read tool calls; none where one of them cannot."""
+        words = ()
+        for model in those(self.source, self.checkpoint):
+            words = tool_calls.parser_words(model.served[0].source, self.setup.extra)
+            if not words:
+                break
+        return words
+
+    @property
+    def _requests(self) -> list[Request]:
+        found = [Request(name=name, prompt=prompt) for name, prompt in PROMPTS.items()]
+        if self._parser:
+            for number, turns in enumerate(tool_calls.conversations(), 1):
+                found.append(Request(name=f"tools {number}", turns=turns))
+        return found
+
+    def _work(self, model: Model, k: int, way: Way) -> Work:
+        """All requests in one way, for one server."""
+        name = f"lossless.{model.role}.k{k}.{way.name.replace(' ', '-')}"
+        requests = self._requests
+        asked = self.setup.asked_of(model)
+        asked["words"] = (*self._parser, *asked["words"])  # another parser reads another answer
+        sent = f"{requests} {tool_calls.TOOLS}"
+        header = LosslessHeader(
+            k=k,
+            way=way.name,
+            requests_sha256=hashlib.sha256(sent.encode()).hexdigest(),
+            max_tokens=self.max_tokens,
+            num=len(requests),
+            **asked,
+        )
+        source = model.served[0].source
+        room = room_for(PROMPTS.values(), source, is_chat=False, max_tokens=self.max_tokens)
+        in_turn = tool_calls.most_tokens(source)
+        if self._parser:
+            longest = [tool_calls.longest(each.turns) for each in requests if each.turns]
+            held = room_for(longest, source, is_chat=True, max_tokens=in_turn)
+            room = max(room, held)
+
+        @contextmanager
+        def asking(server: Server) -> Iterator[Ask]:
+            def ask(number: int) -> Answer:
+                request = requests[number]
+                if request.turns:
+                    text, num_tokens = tool_calls.held(
+                        server, request.turns, max_tokens=in_turn, is_streamed=way.at_once > 1
+                    )
+                else:
+                    output = server.complete(request.prompt, max_tokens=self.max_tokens)
+                    text = joined(server, output)
+                    num_tokens = len(output.token_ids)
+                is_cut = not request.turns and num_tokens >= self.max_tokens
+                return Answer(
+                    question=number,
+                    prompt_sha256=header.requests_sha256,
+                    text=text,
+                    finish_reason="length" if is_cut else "stop",
+                    num_tokens=num_tokens,
+                )
+
+            yield ask
+
+        return Work(
+            name=name,
+            model=model,
+            file=open_lines(self.setup.out, name, header),
+            asking=asking,
+            k=k,
+            max_model_len=room,
+            concurrency=way.at_once,
+            words=way.words,
+            further=self._parser,
+            unit="request",
+            task=f"lossless {way.name}",
+        )
 
 
-def text_before(server: Server, depth: int) -> str:
-    """Other text, of so many tokens by the server's own tokenizer; "" for none."""
-    if not depth:
-        return ""
-    sent = {"prompt": "\n\n".join(map(str, OTHER.texts)), "add_special_tokens": False}
-    tokens = server.post("/tokenize", sent, TokensReply).tokens
-    return server.text_of(tokens[:depth]) + "\n\n"
-
-
-def joined(server: Server, output: Output) -> Output:
-    """An answer with what vLLM held back; where it held back nothing, its text is without special
-    tokens, and stays.
+def joined(server: Server, output: Output) -> str:
+    """The text of an answer with what vLLM held back; where it held back nothing, it is without
+    special tokens, and stays.
     """
     text = server.text_of(output.token_ids)
-    return output.model_copy(update={"text": text}) if _REPLACED in text else output
+    return text if _REPLACED in text else output.text
 
 
-def counted(file: LineFile[ProbeHeader, Continuation]) -> ProbeFact:
-    """What is seen in the answers of a finished file."""
-    seen: dict[InAnswer, tuple[str, ...]] = dict.fromkeys(get_args(InAnswer), ())
-    for (name, prompt), line in zip(PROMPTS.items(), file.in_order(), strict=True):
-        is_cut = line.num_tokens >= file.header.max_tokens
-        for each in seen_in(prompt, line.text, is_cut=is_cut):
-            seen[each] += (name,)
-    return ProbeFact(depth=file.header.depth, seen=seen)
+def _seen(request: Request, line: Answer) -> Iterator[InAnswer]:
+    """What is seen in one answer."""
+    if request.turns:
+        return tool_calls.seen_in_turns(request.turns, line.text)
+    return seen_in(request.prompt, line.text, is_cut=line.finish_reason == "length")
 
 
 def seen_in(prompt: str, text: str, *, is_cut: bool) -> Iterator[InAnswer]:

@@ -78,9 +78,9 @@ class SaidReply(Reply):
     usage: _Usage | None = None
 
 
-Said = tuple[tuple[str, Sequence[Sequence[str]]] | None, str, int]
-"""Words and calls, why they end, and their tokens. A call is a tool's name and its arguments as
-they came, which may be no JSON. None: they do not end.
+Said = tuple[str, Sequence[Sequence[str]]] | None
+"""Words and calls. A call is a tool's name and its arguments as they came, which may be no JSON.
+None: they do not end.
 """
 
 
@@ -160,8 +160,8 @@ def fetched(
     return reply.status_code, bytes(content)
 
 
-def said_in(parts: Iterable[SaidReply]) -> Said:
-    """What the parts of an answer say together."""
+def said_in(parts: Iterable[SaidReply]) -> tuple[Said, int]:
+    """What the parts of an answer say together, and its tokens."""
     content = reason = ""
     calls = defaultdict[int, list[str]](lambda: ["", ""])
     num_tokens = 0
@@ -176,10 +176,10 @@ def said_in(parts: Iterable[SaidReply]) -> Said:
                 joined[0] += call.function.name or ""
                 joined[1] += call.function.arguments or ""
     said = (content, [calls[index] for index in sorted(calls)])
-    return said if reason else None, reason, num_tokens
+    return said if reason else None, num_tokens
 
 
-def said_in_stream(content: bytes) -> Said:
+def said_in_stream(content: bytes) -> tuple[Said, int]:
     """The same of a stream, which ends with a mark of its own."""
     # Only a line feed ends a line here: a text may hold what others take for one (U+2028).
     lines = [line[6:].strip() for line in content.split(b"\n") if line.startswith(b"data: ")]
@@ -188,7 +188,7 @@ def said_in_stream(content: bytes) -> Said:
             return said_in([SaidReply.model_validate_json(line) for line in lines])
     except ValidationError:  # vLLM says in a part that it failed
         pass
-    return None, "", 0
+    return None, 0
 
 
 def read_counters(content: bytes) -> Drafts:

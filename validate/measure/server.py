@@ -174,9 +174,9 @@ class Server:
         text = choice.message.content if choice.message else choice.text
         return text or "", choice.finish_reason, reply.usage.completion_tokens
 
-    def say(self, body: Json, *, is_streamed: bool, timeout: float) -> Said:
-        """Answer to messages with tools, as the server's parser reads it. It has no end where a
-        server that lives ended it early, or its parser failed.
+    def say(self, body: Json, *, is_streamed: bool, timeout: float) -> tuple[Said, int]:
+        """Answer to messages with tools, as the server's parser reads it, and its tokens. It has no
+        end where a server that lives ended it early, or its parser failed.
 
         Args:
             body: the request.

@@ -189,11 +189,15 @@ class ContinuationHeader(Header):
     max_tokens: Count
 
 
-class ProbeHeader(ContinuationHeader):
-    """Of the probe, each prompt after so many tokens of other text."""
+class LosslessHeader(Header):
+    """Of requests that are asked in one way, with so many tokens drafted in a step."""
 
-    depth: Count
-    other_sha256: str
+    line = Answer
+
+    k: NumDrafts
+    way: str
+    requests_sha256: str
+    max_tokens: Count
 
 
 class AnswersHeader(Header):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
@@ -21,7 +20,7 @@ from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
 from ..facts.served import those
-from . import lm_eval_task, lossless, tool_calls
+from . import lossless
 from .harness import (
     Failures,
     Model,
@@ -38,25 +37,12 @@ from .store import Answer, AnswersHeader, finish, open_lines
 _LEAST_SECONDS = 600.0
 
 
-def questions_of(protocol: Evaluation) -> Questions:
-    """All that is asked under a protocol.
-
-    Raises:
-        RecipeError: see `lm_eval_task.questions`.
-    """
-    if protocol.calls_tools:
-        return tool_calls.conversations(protocol)
-    return lm_eval_task.questions(protocol)
-
-
 def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -> None:
     """Refuse before anything is read at length or started.
 
     Raises:
-        RecipeError: tools that cannot be called, or messages without a template to put them in.
+        RecipeError: messages without a template to put them in.
     """
-    if protocol.calls_tools:
-        tool_calls.refuse_tools(source, extra)
     if protocol.api == "chat" and not has_template(source, extra):
         raise RecipeError(
             source.where,
@@ -95,7 +81,7 @@ class Tasks:
         for arm in self._arms(model):
             for questions in self.asked:
                 if _is_asked(arm, questions):
-                    works += [work_of(arm, one, self.setup) for one in by_server(questions)]
+                    works.append(work_of(arm, questions, self.setup))
         return [work for work in works if work.file.missing]
 
     def fact(self, failures: Failures) -> EvaluationFact:
@@ -113,29 +99,10 @@ class Tasks:
         return [model]
 
 
-def by_server(questions: Questions) -> list[Questions]:
-    """What each server of a task is asked: tool calls come without prefix caching, and with it
-    where the protocol says so.
-    """
-    protocol = questions.protocol
-    ways = {protocol.prefix_caching and not protocol.calls_tools, protocol.prefix_caching}
-    changed = [protocol.model_copy(update={"prefix_caching": way}) for way in sorted(ways)]
-    return [replace(questions, protocol=one) for one in changed]
-
-
 def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
     """What one server is asked, with what is answered already."""
     protocol = questions.protocol
     caching = ("--enable-prefix-caching",) * protocol.prefix_caching
-    name = f"eval.{model.role}.{protocol.task}"
-    parser = ()
-    answer = _answer
-    if protocol.calls_tools:
-        parser = tool_calls.parser_words(model.source, setup.extra)
-        answer = tool_calls.answer
-        name += ".cached" * protocol.prefix_caching
-    served = setup.asked_of(model)
-    served["words"] = (*parser, *served["words"])  # another parser reads another answer
     # Answers carry in their file's first line all that a score depends on; a run goes on with those
     # that have exactly its own.
     header = AnswersHeader(
@@ -143,13 +110,13 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
         dataset_sha256=questions.dataset_sha256,
         prompts_sha256=questions.prompts_sha256,
         num=questions.num,
-        **served,
+        **setup.asked_of(model),
     )
     return Work(
-        name=name,
+        name=f"eval.{model.role}.{protocol.task}",
         model=model,
         file=open_lines(setup.out, f"{protocol.task}.{model.role}", header),
-        asking=lambda server: nullcontext(partial(answer, server, questions)),
+        asking=lambda server: nullcontext(partial(_answer, server, questions)),
         k=drafted_by(model, protocol.k),
         max_model_len=room_for(
             [item.prompt for item in questions.items],
@@ -159,7 +126,6 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
         ),
         concurrency=protocol.concurrency,
         words=caching,
-        further=parser,
         task=protocol.task,
     )
 
@@ -202,19 +168,13 @@ def _task_fact(
     files = {}
     facts = {}
     rights = {}
-    num_calls = None
     for model in models:
         if not _is_asked(model, questions):
             continue
         role = model.role
-        served = [work_of(model, one, setup).file for one in by_server(questions)]
-        files[role] = samples = served[0]
-        texts = [[answer.text for answer in file.in_order()] for file in served]
-        if protocol.calls_tools:
-            found, rights[role] = tool_calls.scores(questions, texts)
-            num_calls = (num_calls or 0) + tool_calls.num_calls(chain(*texts))
-        else:
-            found, rights[role] = scores(questions, *texts)
+        files[role] = samples = work_of(model, questions, setup).file
+        texts = [answer.text for answer in samples.in_order()]
+        found, rights[role] = scores(questions, texts)
         finish(samples, rights[role])
         answers = samples.lines.values()
         facts[role] = EvaluatedFact(
@@ -249,6 +209,5 @@ def _task_fact(
         paired=tuple(pairs),
         plain=facts.get("plain"),
         drafting=drafted,
-        num_calls=num_calls,
         environment={**VERSIONS, **setup.environment},
     )

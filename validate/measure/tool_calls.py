@@ -1,45 +1,36 @@
-"""The task tool-calls: each row of tool_calls.yaml with each line of words is a conversation
-through a server's own chat endpoint and parser of tool calls, whole and streamed, by a server
-without prefix caching and by one with it.
+"""Conversations with tools: each row of tool_calls.yaml with each line of words, through a server's
+own chat endpoint and parser of tool calls.
 
-In: a protocol, and a healthy server. Out: `Questions`, each a `Dialogue` with the calls that are
-right in its turns; a line for each; then scores.
+In: a healthy server. Out: of each conversation its turns with the calls that are right; what was
+said; and what an answer lacks.
 
-Easy to get wrong: an answer that cannot be read is no wrong call. Neither is right, and each has a
-score of its own. And what was said before a turn is what should have been said, not what a model
-said. So one wrong call is one wrong turn, and source and checkpoint are asked the same.
+Easy to get wrong: an answer that cannot be read is no wrong call, and each is a fault of its own.
+And what was said before a turn is what should have been said, not what a model said. So one wrong
+call is one wrong turn, and every server is asked the same.
 """
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import product
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.source import Source, view_of
-from ...recipes.errors import RecipeError
+from ...checkpoints.source import Source, small_bytes, view_of
 from ...recipes.frozen import Json, Raw, frozen
-from ...recipes.protocol import Evaluation
 from ...recipes.yaml_file import load_shipped
-from ..facts.evaluated import ScoreFact, score_of
-from .harness import takes_tools
-from .lm_eval_task import Question, Questions, sum_of
+from ..facts.lossless import InAnswer
+from .harness import TEMPLATES
+from .replies import Said
 from .room import options_of
 from .server import Server
-from .store import Answer
 
 _PARSER = "--tool-call-parser"
-_SENT = {"max_tokens", "temperature", "top_p", "seed"}
-_LEAST_SECONDS = 600.0
-_WAYS = (("expected", "streamed"), ("cached", "cached streamed"))
-# What an answer may lack to be read at all: an end; calls that are JSON and that the parser found;
-# arguments that their tool's schema takes.
-_LACKS = ("ended", "JSON", "schema")
 # A call in a text has one of these in every form that vLLM parses; a sentence about a tool has not.
 _IN_CALLS = re.compile(r"[{<=|]")
 _DATA = load_shipped(Path(__file__).with_suffix(".yaml"))
+_SECONDS = 4800.0  # for an answer
+_MOST_TOKENS = 4096
 
 
 @frozen
@@ -64,29 +55,21 @@ class Turn:
         return {"role": "assistant", "content": "Fine."}
 
 
-@frozen
-class Dialogue(Question):
-    """Turns that are asked one after another."""
-
-    turns: Sequence[Turn]
-
-
-def conversations(protocol: Evaluation) -> Questions:
+@cache
+def conversations() -> tuple[tuple[Turn, ...], ...]:
     """Every row with every line of words; the first few have all rows and all scripts."""
     rows = _DATA["rows"]
     lines = _DATA["words"]
     num = len(rows) * len(lines)
-    items = []
-    for number in range(num)[: protocol.limit]:
+    found = []
+    for number in range(num):
         row = _text(rows[number % len(rows)])
         # Ten rows and twelve lines have no more than 60 pairs if both go on by one.
         line = lines[(number + 2 * number // num) % len(lines)]
         for name, word in zip(("CITY", "NAME", "TEXT"), line, strict=True):
             row = row.replace(name, _text(word)[1:-1])
-        turns = _turns(json.loads(row))
-        # The last turn's is the longest.
-        items.append(Dialogue(prompt=_text([TOOLS, turns[-1].messages]), stop=(), turns=turns))
-    return Questions(protocol=protocol, items=tuple(items), dataset_sha256=sum_of(f"{items}"))
+        found.append(_turns(json.loads(row)))
+    return tuple(found)
 
 
 def _schema(form: Any) -> Json:
@@ -99,7 +82,7 @@ def _schema(form: Any) -> Json:
     return {"type": "object", "properties": fields, "required": [*fields]}
 
 
-def _turns(row: Sequence[Any]) -> list[Turn]:
+def _turns(row: Sequence[Any]) -> tuple[Turn, ...]:
     """Of words and calls in turn: words are the user's, or the answer of each called tool."""
     messages: list[Json] = [{"role": "system", "content": _DATA["system"]}]
     turns = []
@@ -113,7 +96,7 @@ def _turns(row: Sequence[Any]) -> list[Turn]:
                 calls.append((tool, arguments))
         turns.append(Turn(messages=messages, wanted=calls))
         messages = [*messages, turns[-1].answer]
-    return turns
+    return tuple(turns)
 
 
 def _text(value: Any) -> str:
@@ -129,93 +112,66 @@ TOOLS = [
 """The same in OpenAI's form."""
 
 
-def refuse_tools(source: Source, extra: Sequence[str]) -> None:
-    """Refuse a server that could call no tool.
+def parser_words(source: Source, extra: Sequence[str]) -> tuple[str, ...]:
+    """The words with which vLLM reads tool calls; none where the chat template asks for no tool, as
+    far as its text shows, or nobody names a parser.
 
     Raises:
-        RecipeError: a chat template without tools, or no parser of calls.
+        CheckpointError: see `source.small_bytes`.
     """
-    if not takes_tools(source, extra):
-        raise RecipeError(
-            source.where,
-            "needs a chat template with tools for the task tool-calls",
-            got="one without that word",
-            cure="Use -- --chat-template FILE, or leave the task out",
-        )
-    if not parser_words(source, extra)[-1]:
-        raise RecipeError(
-            source.where,
-            "needs a parser of tool calls, and its family's table names none",
-            got=f"no {_PARSER}",
-            cure=f"Add -- {_PARSER} NAME",
-        )
+    words = options_of(extra)
+    name = words.get(_PARSER) or view_of(source).family.tool_parser
+    named = words.get("--chat-template", "")
+    texts = [small_bytes(source, each) for each in (*TEMPLATES, "tokenizer_config.json")]
+    if named:
+        is_file = "{" not in named and Path(named).is_file()
+        texts = [Path(named).read_bytes() if is_file else named.encode()]
+    # A mode of the tokenizer has its template in code.
+    if name and ("--tokenizer-mode" in words or any(b"tools" in text for text in texts if text)):
+        return "--enable-auto-tool-choice", _PARSER, name
+    return ()
 
 
-def parser_words(source: Source, extra: Sequence[str]) -> tuple[str, ...]:
-    """The words with which vLLM reads tool calls; the last is "" where nobody names a parser."""
-    name = options_of(extra).get(_PARSER) or view_of(source).family.tool_parser
-    return "--enable-auto-tool-choice", _PARSER, name
+def longest(turns: Sequence[Turn]) -> str:
+    """What is sent in the last turn, and before it the tools."""
+    return _text([TOOLS, turns[-1].messages])
 
 
-def answer(server: Server, asked: Questions, number: int) -> Answer:
-    """All turns of one conversation, whole and then streamed."""
-    protocol = asked.protocol
-    item: Any = asked.items[number]
+def most_tokens(source: Source) -> int:
+    """Of an answer in a conversation, where a model may think first."""
+    most = source.text_config.get("max_position_embeddings")
+    return min(_MOST_TOKENS, most // 2) if isinstance(most, int) else _MOST_TOKENS
+
+
+def held(
+    server: Server, turns: Sequence[Turn], *, max_tokens: int, is_streamed: bool
+) -> tuple[str, int]:
+    """What a server says in each turn, as JSON, and its tokens."""
     said = []
-    for is_streamed, turn in product((False, True), list[Turn](item.turns)):
-        body = protocol.model_dump(include=_SENT)
-        body |= {"messages": turn.messages, "tools": TOOLS}
-        timeout = _LEAST_SECONDS + protocol.max_tokens
-        said.append(server.say(body, is_streamed=is_streamed, timeout=timeout))
-    texts, reasons, nums = zip(*said, strict=True)
-    return Answer(
-        question=number,
-        prompt_sha256=sum_of(item.prompt),
-        text=json.dumps(texts, ensure_ascii=False),
-        finish_reason="length" if "length" in reasons else "stop",
-        num_tokens=sum(nums),
-    )
+    num_tokens = 0
+    for turn in turns:
+        body = {"messages": turn.messages, "tools": TOOLS, "temperature": 0.0, "seed": 0}
+        body["max_tokens"] = max_tokens
+        one, num = server.say(body, is_streamed=is_streamed, timeout=_SECONDS)
+        said.append(one)
+        num_tokens += num
+    return json.dumps(said, ensure_ascii=False), num_tokens
 
 
-def scores(
-    asked: Questions, answers: Sequence[Sequence[str]]
-) -> tuple[tuple[ScoreFact, ...], dict[str, list[bool]]]:
-    """Scores of the answers.
-
-    Args:
-        asked: from `conversations`.
-        answers: texts for every conversation, by server.
-
-    Returns: the shares of conversations that make the right calls in every turn: `expected` where
-        they are asked whole, and by the other ways; and of those whose answers all ended, had calls
-        in JSON, and kept to the schemas, in all ways. And by name what each conversation gets.
-    """
-    right = defaultdict[str, list[bool]](list)
-    for number, item in enumerate(asked.items):
-        assert isinstance(item, Dialogue)
-        lacks = set[str]()
-        for names, texts in zip(_WAYS, answers, strict=False):
-            said = iter(json.loads(texts[number]))
-            for name in names:
-                found = [_lacks(turn, next(said)) for turn in item.turns]
-                right[name].append(not any(found))
-                lacks.update(found)
-        for name in _LACKS:
-            right[name].append(name not in lacks)
-    return tuple([score_of(name, values) for name, values in right.items()]), right
+def seen_in_turns(turns: Sequence[Turn], text: str) -> Iterator[InAnswer]:
+    """The faults of what `held` gave."""
+    for turn, said in zip(turns, json.loads(text), strict=True):
+        fault = _lacks(turn, said)
+        if fault:
+            yield fault
 
 
-def num_calls(texts: Iterable[str]) -> int:
-    """The calls that the parser found in all turns of these answers."""
-    return sum([len(said[1]) for text in texts for said in json.loads(text) if said])
-
-
-def _lacks(turn: Turn, said: Any) -> str:
-    """What an answer lacks, by `_LACKS` or "right calls"; "" where nothing."""
-    from jsonschema import Draft202012Validator  # which other tasks do without
+def _lacks(turn: Turn, said: Said) -> InAnswer | None:
+    """What is wrong with an answer."""
+    from jsonschema import Draft202012Validator  # which other requests do without
 
     if said is None:
-        return "ended"
+        return "no end"
     content, calls = said
     is_named = any(tool in content for tool, _ in turn.wanted)
     if not calls and is_named and _IN_CALLS.search(content):
@@ -233,4 +189,4 @@ def _lacks(turn: Turn, said: Any) -> str:
             left.remove((tool, given))
         else:
             is_right = False
-    return "" if is_right and not left else "right calls"
+    return None if is_right and not left else "calls"

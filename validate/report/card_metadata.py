@@ -131,7 +131,7 @@ def front_matter(facts: CardFacts) -> str:
         if _WORD.fullmatch(tag):
             tags.append(tag)
     tags += ["mtp", "speculative-decoding", "vllm"]
-    if any(size.group == "experts" for size in facts.report.sizes):
+    if any(group.modules == "experts" for group in facts.groups):
         tags.append("moe")
     known: Json = {"tags": [*tags, "keepmtp"]}
     for key, value in asdict(metadata).items():

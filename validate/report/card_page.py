@@ -362,8 +362,6 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
         yield f"{code(group)} is not of {source}, but of {name}, with a license of its own."
     if not (report.target or report.of(BenchFact)):
         yield NO_SPEED
-    if "sizes" in report.absent:
-        yield report.absent["sizes"]
     if not versions_in_short(report.dry):
         yield f"This checkpoint was tried with no other vLLM than {report.vllm}."
 

@@ -3,7 +3,7 @@
 In: the check's findings and dry loads, what real servers did, the scores of tasks, speed,
 closeness, and the recipe's limits. Out: a `JudgementFact` with a reason for each gate: findings,
 loads, acceptance and the first task; drafting where the checkpoint was also asked with MTP off;
-probe where it was asked; and one for each limit that only some recipes have (worst task, speed,
+lossless where it was asked; and one for each limit that only some recipes have (worst task, speed,
 closeness). Its verdict is the worst of theirs: pass, regression, or infeasible where a
 measurement is missing or too small.
 

@@ -49,7 +49,6 @@ from keepmtp.validate.report.report import (
     verify,
 )
 from processes import until
-from stations import closeness
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +58,9 @@ def made(tmp_path_factory) -> Path:
     identity = identify(checkpoint_folder(evidence), cache=evidence)
     bench = stations.bench_fact(sha256=identity.sha256)
     measured.write(evidence, bench, identity)
-    near = closeness(evidence, checkpoint=identity.sha256)
+    near = stations.closeness(evidence, checkpoint=identity.sha256)
     measured.write(evidence, near, identity)
+    measured.write(evidence, stations.lossless((), (), ("Thai 1",)), identity)
     again(evidence)
     return evidence.parent
 
@@ -116,7 +116,9 @@ def test_a_result_read_back_is_the_same(evidence):
         assert (
             json.loads(before)["schema"]
             == STATIONS[station].form
-            == {"check": 3, "serve": 4, "eval": 4, "bench": 2, "closeness": 2}[station]
+            == {"check": 3, "serve": 4, "lossless": 1, "eval": 4, "bench": 2, "closeness": 2}[
+                station
+            ]
         )
     assert read_result(evidence.with_name("none.report"), "check") is None
 
@@ -168,7 +170,7 @@ def test_a_report_is_made_of_the_results_and_nothing_else(evidence):
 
 
 def test_a_station_that_did_not_run_is_told(evidence):
-    for station in ("serve", "eval", "bench", "closeness"):
+    for station in ("serve", "lossless", "eval", "bench", "closeness"):
         file_of(evidence, station).unlink()
         full = again(evidence)
         assert f"{station}.json" not in full.results and verify(evidence) == full

@@ -1,4 +1,4 @@
-"""What eval finds with the probe, on servers that answer what they are told to."""
+"""What eval finds by acceptance and lossless, on servers that answer what they are told to."""
 
 import json
 import shutil
@@ -43,20 +43,18 @@ def test_cut_characters(tmp_path):
         (made, source, "of the checkpoint"),
         (drafted, "none", "with MTP on"),
     ):
-        words = f"eval {folder} --only acceptance,lossless --source {named} --depth 0,100"
+        words = f"eval {folder} --only acceptance,lossless --source {named}"
         done = keepmtp(words, VLLM_PYTHON=python, status=1)
-        says = f"At depth 0, 56 answers {whose} alone have a fault of characters (Arabic, Bengali, "
-        assert says in " ".join(done.stdout.replace("probe regression", "").split())
+        says = f"Asked one at a time, 56 answers {whose} alone have a fault of characters (Arabic, "
+        assert says in " ".join(done.stdout.split())
         out = tmp_path / f"{folder.name}.report"
         report = read_json(out / "report.json")
-        assert report.judgement is not None and report.serve is not None
-        (reason,) = [one for one in report.judgement.reasons if one.gate == "probe"]
+        assert report.judgement is not None and report.lossless is not None
+        (reason,) = [one for one in report.judgement.reasons if one.gate == "lossless"]
         assert reason.verdict == "regression" and reason.says.startswith(says)
-        probed = report.serve.checkpoint.runs[-1].probed
-        assert [(each.depth, len(each.seen["characters"])) for each in probed] == [
-            (0, 56),
-            (100, 56),
-        ]
+        for one in report.lossless.checkpoint.asked[-2:]:
+            assert len(one.seen["characters"]) == 56 and one.way in ("one at a time", "32 at once")
+            assert one.num_changed == 56 * (whose == "with MTP on")
     (tmp_path / "python").write_text("no vLLM any more")
     assert keepmtp(words, VLLM_PYTHON=python)
 
@@ -95,16 +93,12 @@ def test_empty_and_cut_answers_are_counted_as_such(tmp_path):
     python = str(stub_vllm(tmp_path, start=0))
     words = f"eval {folder} --only acceptance,lossless --source none --json --max-tokens 2"
     found = json.loads(keepmtp(words, VLLM_PYTHON=python, status=0).stdout)
-    for run, expected in zip(
-        found["serve"]["checkpoint"]["runs"], ({"cut"}, {"empty", "cut"}), strict=True
-    ):
-        seen = {name: len(names) for name, names in run["probed"][0]["seen"].items() if names}
-        assert seen == dict.fromkeys(expected, 56)
+    for one in found["lossless"]["checkpoint"]["asked"]:
+        seen = {name: len(names) for name, names in one["seen"].items()}
+        assert seen == dict.fromkeys({"empty", "cut"} if one["k"] else {"cut"}, 56)
     verdicts = {one["gate"]: one["verdict"] for one in found["judgement"]["reasons"]}
-    assert verdicts["probe"] == "pass"
+    assert verdicts["lossless"] == "pass"
     put_json(folder / "drafted.json", said("") | {"/detokenize": "nothing"})
-    words = f"eval {folder} --only acceptance,lossless --source none --json"
-    found = json.loads(keepmtp(words, VLLM_PYTHON=python, status=1).stdout)
-    off, on = found["serve"]["checkpoint"]["runs"]
-    assert off["probed"] and not on["loaded"] and "a reply without an answer" in on["error"]
-    assert "probe" not in {one["gate"] for one in found["judgement"]["reasons"]}
+    words = f"eval {folder} --only acceptance,lossless --source none"
+    done = keepmtp(words, VLLM_PYTHON=python, status=1)
+    assert "a reply without an answer" in done.stderr

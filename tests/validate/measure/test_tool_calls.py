@@ -1,14 +1,13 @@
-"""The task tool-calls on a stand-in server: what is asked, what is right, and that a fault is counted
-as what it is.
+"""Conversations with tools on a stand-in server: what is asked, what is right, and that a fault is
+counted as what it is, alone and streamed.
 """
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,20 +15,16 @@ from answering import Answering, answering
 from commands import GLM
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.errors import KeepMTPError
-from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure import harness, tool_calls
+from keepmtp.validate.facts.lossless import LosslessFact
+from keepmtp.validate.measure import harness, lossless, tool_calls
 from keepmtp.validate.measure.harness import Host, Model, Setup
-from keepmtp.validate.measure.lm_eval_task import Questions
 from keepmtp.validate.measure.server import Server, ServerFailed
-from keepmtp.validate.measure.tasks import by_server, refuse_model, work_of
-from keepmtp.validate.measure.tool_calls import conversations
 from real_vllm import H100
 
 
-def right_answers(asked: Questions) -> dict[str, Any]:
+def right_answers() -> dict[str, Any]:
     """By what is sent, the message that is right."""
-    turns = [turn for each in asked.items for turn in each.turns]
+    turns = [turn for turns in CONVERSATIONS for turn in turns]
     return {json.dumps(list(turn.messages)): turn.answer for turn in turns}
 
 
@@ -103,123 +98,106 @@ def parts(content: str, calls: list[dict], reason: str) -> Iterator[dict]:
 MODEL = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
 NUM = 20  # two of each row of our own
 TURNS = 30
-
-
-def built(**protocol) -> Questions:
-    return conversations(
-        Evaluation(**({"task": "tool-calls", "limit": NUM, "k": 1, "concurrency": 4} | protocol))
-    )
+CONVERSATIONS = tool_calls.conversations()[:NUM]
+PARSER = ("--tool-call-parser", "hermes", "--chat-template", "{% if tools %}{% endif %}")
 
 
 @pytest.fixture
 def ask(monkeypatch, tmp_path):
-    """Asks a server that answers right but for `fault`, a function of the request."""
+    """Asks a server that answers right but for `fault`, a function of the request; with MTP off."""
+    every = lossless.Lossless._requests.fget
+    tools = property(lambda station: every(station)[len(lossless.PROMPTS) :])
+    monkeypatch.setattr(lossless.Lossless, "_requests", tools)
+    monkeypatch.setattr(tool_calls, "conversations", lambda: CONVERSATIONS)
 
-    def found(asked: Questions, fault=lambda _: ""):
-        setup = Setup(vllm=H100, out=tmp_path / "out")
+    def found(fault=lambda _: "", *, has_cache: bool = False):
+        setup = Setup(vllm=H100, out=tmp_path / "out", extra=PARSER)
+        how = {"setup": setup, "source": None, "k": 0, "has_cache": has_cache}
+        station = lossless.Lossless(checkpoint=MODEL, **how)
         native = {"folder": GLM, "as_served": "native", "reason": ""}
         host = Host(model=MODEL, setup=setup, **native)
         log = tmp_path / "log"
-        with answering(right_answers(asked), log, fault, Calling) as (server, requests):
+        with answering(right_answers(), log, fault, Calling) as (server, requests):
             monkeypatch.setattr(harness, "serving", lambda *_, **__: nullcontext(server))
-            works = [work_of(MODEL, one, setup) for one in by_server(asked)]
-            for work in works:
+            for work in station.works(MODEL):
                 host.answer(work)
-        texts = [[answer.text for answer in work.file.in_order()] for work in works]
-        return tool_calls.scores(asked, texts), requests
+        return seen(station.fact({})), requests
 
     return found
 
 
-def values(facts) -> dict[str, float]:
-    return {fact.filter: round(fact.value, 4) for fact in facts}
+def seen(fact: LosslessFact) -> dict[str, dict[str, int]]:
+    """By way how many conversations have each fault."""
+    found = {}
+    for one in fact.checkpoint.asked:
+        assert one.num == NUM
+        found[one.way] = {fault: len(names) for fault, names in one.seen.items()}
+    return found
 
 
 def test_every_conversation_is_asked_in_each_way_and_all_are_right(ask):
-    asked = built(prefix_caching=True)
-    (facts, right), requests = ask(asked)
-    names = ("expected", "streamed", "cached", "cached streamed", "ended", "JSON", "schema")
-    assert values(facts) == dict.fromkeys(names, 1.0)
-    assert all(len(each) == NUM for each in right.values())
-    assert len(requests) == 4 * TURNS == 2 * sum(each.get("stream", False) for each in requests)
-    sent = {"max_tokens": 4096, "temperature": 0.0, "seed": 1234}
+    found, requests = ask(has_cache=True)
+    assert found == {"one at a time": {}, "32 at once": {}, "with prefix caching": {}}
+    assert len(requests) == 3 * TURNS
+    assert sum(each.get("stream", False) for each in requests) == 2 * TURNS
+    sent = {"max_tokens": 1024, "temperature": 0.0, "seed": 0}
     assert all(sent.items() <= each.items() and len(each["tools"]) == 5 for each in requests)
 
 
 def test_prefix_caching_has_a_server_of_its_own(tmp_path):
-    setup = Setup(vllm=H100, out=tmp_path, extra=("--tool-call-parser", "hermes"))
-    plain, cached = [work_of(MODEL, one, setup) for one in by_server(built())]
+    setup = Setup(vllm=H100, out=tmp_path, extra=PARSER)
+    how = {"setup": setup, "source": None, "k": 0, "has_cache": True}
+    alone, load, cached = lossless.Lossless(checkpoint=MODEL, **how).works(MODEL)
     parser = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    assert plain.further == cached.further == parser and plain.words == ()
-    assert cached.words == ("--enable-prefix-caching",) and cached.name != plain.name
-    assert plain.file.path != cached.file.path and plain.file.header.words[:3] == parser
-    assert len(by_server(built(prefix_caching=False))) == 1
-    gsm8k = Questions(
-        protocol=Evaluation(prefix_caching=True), items=(), dataset_sha256="", tasks=()
-    )
-    assert by_server(gsm8k) == [gsm8k]
+    assert alone.further == load.further == cached.further == parser
+    assert alone.words == load.words == () and cached.words == ("--enable-prefix-caching",)
+    assert (alone.concurrency, load.concurrency, cached.concurrency) == (1, 32, 32)
+    assert len({work.file.path for work in (alone, load, cached)}) == 3 and cached.name != load.name
+    assert alone.file.header.words[:3] == parser and alone.file.header.num == 56 + 120
 
 
 @pytest.mark.parametrize(
-    "fault, lacks",
+    "fault, named",
     [
-        ("wrong", ""),
-        ("words", ""),
+        ("wrong", "calls"),
+        ("words", "calls"),
         ("off schema", "schema"),
         ("no JSON", "JSON"),
         ("left in the text", "JSON"),
     ],
 )
-def test_a_call_that_is_not_right_is_counted_as_what_it_is(fault, lacks, ask):
+def test_a_call_that_is_not_right_is_counted_as_what_it_is(fault, named, ask):
     """In the first conversation of twenty: an answer that cannot be read is no wrong call."""
 
     def spoil(body) -> str:
         return fault * (body["messages"][-1]["content"] == "What is the weather in Málaga?")
 
-    (facts, right), _ = ask(built(prefix_caching=False), spoil)
-    wanted = dict.fromkeys(("expected", "streamed", "ended", "JSON", "schema"), 1.0)
-    wanted |= dict.fromkeys(("expected", "streamed", *filter(None, [lacks])), 0.95)
-    assert values(facts) == wanted and not right["expected"][0]
-
-
-@pytest.mark.parametrize("fault", ["", "left in the text"])
-def test_calls_are_counted_as_the_parser_found_them(fault, ask, monkeypatch):
-    """One that does not fit leaves them in the text."""
-    monkeypatch.setattr(tool_calls, "scores", lambda _, texts: texts)
-    texts, _ = ask(built(prefix_caching=False), lambda _: fault)
-    assert bool(tool_calls.num_calls(chain(*texts))) == (fault == "")
+    assert ask(spoil)[0] == {"one at a time": {named: 1}, "32 at once": {named: 1}}
 
 
 @pytest.mark.parametrize(
-    "fault, lacks",
+    "fault, named",
     [
         ("lost piece", "JSON"),
-        ("no end", "ended"),
-        ("cut", "ended"),
-        ("an error for a part", "ended"),
-        ("HTTP 500", "ended"),
+        ("no end", "no end"),
+        ("cut", "no end"),
+        ("an error for a part", "no end"),
+        ("HTTP 500", "no end"),
     ],
 )
-def test_streams_that_break_are_found_as_such(fault, lacks, ask):
+def test_streams_that_break_are_found_as_such(fault, named, ask):
     """The whole answers are right."""
 
     def spoil(body) -> str:
         is_spoilt = body["messages"][-1]["content"].startswith("What is")
         return fault * (is_spoilt and body.get("stream", False))
 
-    (facts, right), _ = ask(built(prefix_caching=False), spoil)
-    wanted = dict.fromkeys(("expected", "streamed", "ended", "JSON", "schema"), 1.0)
-    assert values(facts) == wanted | {"streamed": 0.8, lacks: 0.8}
-    assert right["streamed"].count(False) == 4
+    assert ask(spoil)[0] == {"one at a time": {}, "32 at once": {named: 4}}
 
 
 def test_a_parser_that_fails_on_a_whole_answer_is_no_wrong_call(ask):
-    (facts, _), _ = ask(
-        built(prefix_caching=False),
-        lambda body: "HTTP 500" * body["messages"][-1]["content"].startswith("What is"),
-    )
-    lost = dict.fromkeys(("expected", "streamed", "ended"), 0.8)
-    assert values(facts) == {"JSON": 1.0, "schema": 1.0} | lost
+    found, _ = ask(lambda body: "HTTP 500" * body["messages"][-1]["content"].startswith("What is"))
+    assert found["one at a time"] == {"no end": 4}
 
 
 def test_a_stream_that_ends_because_the_server_died_is_asked_again(ask, monkeypatch):
@@ -232,40 +210,62 @@ def test_a_stream_that_ends_because_the_server_died_is_asked_again(ask, monkeypa
 
     monkeypatch.setattr(Server, "_ask", dead)
     with pytest.raises(ServerFailed, match="EngineDeadError"):
-        ask(built(limit=2), lambda body: "no end" * body.get("stream", False))
+        ask(lambda body: "no end" * body.get("stream", False))
 
 
-# --- what is refused before a server is started ---------------------------------------------------
-
-
-def refusal(folder: Path, *extra: str) -> str:
-    with pytest.raises(KeepMTPError) as caught:
-        refuse_model(open_source(folder), Evaluation(task="tool-calls", k=1), extra)
-    return str(caught.value)
+# --- where no tool is called ----------------------------------------------------------------------
 
 
 def test_a_template_without_tools(tmp_path):
     folder = shutil.copytree(GLM, tmp_path / "glm")
     (folder / "chat_template.jinja").write_text("{% for one in messages %}tool{% endfor %}")
-    assert f"{folder}: needs a chat template with tools for the task tool-calls" in refusal(folder)
+    assert tool_calls.parser_words(open_source(folder), ()) == ()
     named = tmp_path / "named"
     named.write_text("{% if tools %}{% endif %}")
     # vLLM takes a file, or the template itself, which is longer than any file's name.
     for words in (f"{named}", f"{named.read_text()}{'x' * 300}"):
-        tool_calls.refuse_tools(open_source(folder), ("--chat-template", words))
-    assert "needs a chat template" in refusal(folder, f"--chat-template={'{x}' * 100}")
+        assert tool_calls.parser_words(open_source(folder), ("--chat-template", words))
+    assert not tool_calls.parser_words(open_source(folder), (f"--chat-template={'{x}' * 100}",))
     (folder / "chat_template.jinja").write_text(named.read_text())
-    refuse_model(open_source(folder), Evaluation(task="tool-calls", k=1), ())
+    assert tool_calls.parser_words(open_source(folder), ())[-1] == "glm45"
 
 
 def test_no_parser_of_calls(tmp_path, monkeypatch):
     folder = shutil.copytree(GLM, tmp_path / "glm")
     (folder / "chat_template.jinja").write_text("{% if tools %}{% endif %}")
-    assert tool_calls.parser_words(open_source(folder), ())[-1] == "glm45"
     none = replace(tool_calls.view_of(open_source(folder)).family, tool_parser="")
     view = type("View", (), {"family": none})
     monkeypatch.setattr(tool_calls, "view_of", lambda _: view)
-    message = refusal(folder)
-    assert "needs a parser of tool calls, and its family's table names none" in message
-    assert "Add -- --tool-call-parser NAME" in message
-    tool_calls.refuse_tools(open_source(folder), ("--tool-call-parser=hermes",))
+    assert tool_calls.parser_words(open_source(folder), ()) == ()
+    assert tool_calls.parser_words(open_source(folder), ("--tool-call-parser=hermes",))
+
+
+# --- the conversations ----------------------------------------------------------------------------
+
+
+def test_our_own_are_120_and_hold_what_breaks():
+    found = tool_calls.conversations()
+    assert len(found) == 120 == len({tool_calls.longest(turns) for turns in found})
+    kinds = Counter[int](len(turn.wanted) for turns in found for turn in turns)
+    assert min(kinds[0], kinds[1], kinds[2]) >= 36 and sum(kinds.values()) == 180
+    for turns in found[:12]:
+        assert any(ord(letter) > 127 for letter in tool_calls.longest(turns))
+    last = found[119][-1]
+    assert last.messages[0]["role"] == "system" and last.messages[-1]["role"] == "tool"
+    called = last.messages[-2]["tool_calls"][0]
+    assert called["id"] == last.messages[-1]["tool_call_id"] and len(called["id"]) == 9
+    assert json.loads(called["function"]["arguments"]).keys() == {"name"}
+
+
+def test_the_order_of_parallel_calls_does_not_matter():
+    turns = CONVERSATIONS[1]
+    malaga, lima = [["weather", json.dumps(given)] for _, given in turns[0].wanted]
+    for calls, is_right in (
+        ([malaga, lima], True),
+        ([lima, malaga], True),
+        ([lima, lima], False),
+        ([malaga, lima, lima], False),
+        ([malaga], False),
+    ):
+        found = [*tool_calls.seen_in_turns(turns, json.dumps([["", calls]]))]
+        assert found == ["calls"] * (not is_right), calls

@@ -410,13 +410,13 @@ def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
         update={
             "path": "/home of/me/out/tiny",
             "serve": report.serve.model_copy(update={"prompts": ("Is /usr/bin/env a path?",)}),
-            "absent": dict(report.absent) | {"sizes": "Look at /home of/me/out/x.log"},
+            "absent": dict(report.absent) | {"calibration": "Look at /home of/me/out/x.log"},
         }
     )
     told = portable(moved)
-    assert told.path == "tiny" and told.absent["sizes"] == "Look at x.log"
+    assert told.path == "tiny" and told.absent["calibration"] == "Look at x.log"
     assert told.serve is not None and told.serve.prompts == ("Is /usr/bin/env a path?",)
-    assert told.dry == report.dry and told.sizes == report.sizes and portable(told) == told
+    assert told.dry == report.dry and portable(told) == told
 
 
 # --- what is in the checkpoint --------------------------------------------------------------------

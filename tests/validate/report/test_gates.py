@@ -1,6 +1,6 @@
 """Each gate on a good checkpoint, on one broken on purpose, and on too little to tell."""
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import reports
@@ -11,12 +11,11 @@ from keepmtp.validate.facts.benched import BenchFact
 from keepmtp.validate.facts.dry_load import DryLoad, LoadedModel
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.findings import CheckpointFacts, Finding
-from keepmtp.validate.facts.probed import InAnswer, ProbeFact
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Parting, ServeCheck
 from keepmtp.validate.report.gates import judge
-from stations import cell
+from stations import cell, lossless
 
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
 LOADED = DryLoad(vllm="0.32.0", gpu="sm100", tp=1, k=1, ok=True, target=SIDE, draft=SIDE)
@@ -259,58 +258,45 @@ NO_FAULT = "No answer with MTP on or of the checkpoint alone has a fault."
 SIXTEEN = tuple(f"{script} {number}" for script in ("Greek", "Thai") for number in range(8))
 
 
-def probe(
-    broken: tuple[str, ...] = (), *, fault: InAnswer = "characters", depth: int = 0
-) -> tuple[ProbeFact, ...]:
-    seen = dict.fromkeys(get_args(InAnswer), ()) | {fault: broken}
-    return (ProbeFact(depth=depth, seen=seen),)
-
-
-CLEAN, FAULTY, ONE = probe(), probe(SIXTEEN), probe(SIXTEEN[:1])
-
-
 @pytest.mark.parametrize(
-    "source, plain, on, verdict, says",
+    "broken, verdict, says",
     [
-        (CLEAN, CLEAN, CLEAN, "pass", NO_FAULT),
+        (((), (), ()), "pass", NO_FAULT),
         # 2 / 2**11 is below a thousandth, 2 / 2**10 is not.
-        (CLEAN, CLEAN, probe(SIXTEEN[:11]), "regression", "11 answers with MTP on alone have"),
-        (CLEAN, CLEAN, probe(SIXTEEN[:10]), "pass", "0.002), no more than chance gives."),
-        (CLEAN, FAULTY, CLEAN, "regression", "16 answers of the checkpoint alone have"),
-        (FAULTY, FAULTY, FAULTY, "pass", NO_FAULT),
-        (FAULTY, CLEAN, CLEAN, "pass", NO_FAULT),
+        (((), (), SIXTEEN[:11]), "regression", "11 answers with MTP on alone have"),
+        (((), (), SIXTEEN[:10]), "pass", "0.002), no more than chance gives."),
+        (((), SIXTEEN, ()), "regression", "16 answers of the checkpoint alone have"),
+        ((SIXTEEN, SIXTEEN, SIXTEEN), "pass", NO_FAULT),
+        ((SIXTEEN, (), ()), "pass", NO_FAULT),
         (
-            probe(SIXTEEN[1:]),
-            ONE,
-            ONE,
+            (SIXTEEN[1:], SIXTEEN[:1], SIXTEEN[:1]),
             "pass",
             "(Greek), and 15 the other way round (exact",
         ),
-        (CLEAN, CLEAN, ONE, "pass", "1 answer with MTP on alone has a fault"),
+        (((), (), SIXTEEN[:1]), "pass", "1 answer with MTP on alone has a fault"),
         (
-            probe(depth=8000),
-            probe(depth=8000),
-            probe(SIXTEEN, fault="repetition", depth=8000),
+            ((), (), SIXTEEN),
             "regression",
-            "At depth 8,000, 16 answers with MTP on alone have a fault of repetition (Greek, Thai), "
-            "and 0 the other way round (exact sign test: 3.1e-05), beyond chance.",
+            "Asked 32 at once, 16 answers with MTP on alone have a fault of characters (Greek, "
+            "Thai), and 0 the other way round (exact sign test: 3.1e-05), beyond chance.",
         ),
     ],
 )
-def test_the_probe(source, plain, on, verdict, says):
+def test_lossless(broken, verdict, says):
     """More faults with MTP on than off, or than the source has, beyond chance; fewer are none."""
-    serve = altered("checkpoint", 3, probed=on)
-    runs = (
-        serve.checkpoint.runs[0].model_copy(update={"probed": plain}),
-        *serve.checkpoint.runs[1:],
-    )
-    own = serve.checkpoint.model_copy(update={"runs": runs})
-    first = altered("source", 0, probed=source).source
-    found = judged(serve=serve.model_copy(update={"checkpoint": own, "source": first}))["probe"]
+    fact = lossless(*broken)
+    found = judged(lossless=fact)["lossless"]
     assert found.verdict == verdict and says in found.says
-    assert "probe" not in SERVED_ONLY, "where it was not asked"
-    none = serve.model_copy(update={"checkpoint": own.model_copy(update={"runs": ()})})
-    assert "probe" not in judged(serve=none), "a file without servers is nobody's fault"
+    where = "MTP on against off, vLLM 0.32.0 on H200: "
+    assert [note for note in fact.notes() if note.startswith(where) and says in note]
+    assert "lossless" not in SERVED_ONLY, "where it was not asked"
+
+
+def test_one_server_alone_is_compared_with_nothing():
+    fact = lossless((), (), ())
+    alone = fact.checkpoint.model_copy(update={"asked": fact.checkpoint.asked[:2]})
+    alone = fact.model_copy(update={"source": None, "checkpoint": alone})
+    assert "lossless" not in judged(lossless=alone) and not [*alone.notes()]
 
 
 def test_a_source_that_was_not_asked_leaves_both_unmeasured():
@@ -406,16 +392,6 @@ def test_most_texts_are_no_near_ties_without_a_control():
     served = NATIVE.checkpoint.model_copy(update={"runs": tuple(runs)})
     serve = NATIVE.model_copy(update={"checkpoint": served})
     turned("drafting", "pass", "700 of 1,319 greedy answers", {}, serve=serve, evaluation=fact)
-
-
-def test_without_a_parsed_call_nothing_is_known_of_calls():
-    """A wrong parser leaves both sides with the score of conversations that need no call."""
-    fact = asked().model_copy(update={"num_calls": 0})
-    says = "No reply had a parsed tool call, so nothing is known of calls: start the server with"
-    turned("gsm8k", "not measured", says, {}, evaluation=fact)
-    found = judged(evaluation=fact, gates=Gates(max_worst_drop=0.1), listed_tasks=("gsm8k",))
-    assert says in found["worst task"].says
-    turned("gsm8k", "pass", "", {}, evaluation=fact.model_copy(update={"num_calls": 1}))
 
 
 WELL = of(900, 8, 8, 84)

@@ -1,19 +1,12 @@
-"""Faults of answers to the probe: each one, what only looks like it, and what is never one."""
-
-from dataclasses import replace
-from pathlib import Path
+"""Faults of answers to the prompts of lossless: each one, what only looks like it, and what is never one."""
 
 import pytest
 from answering import answering
-from commands import GLM
-from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.facts.probed import FAULTS, InAnswer
+from keepmtp.validate.facts.lossless import FAULTS, InAnswer
 from keepmtp.validate.facts.served import Output
 from keepmtp.validate.measure import lossless
-from keepmtp.validate.measure.lossless import PROMPTS, refuse_depth, seen_in
+from keepmtp.validate.measure.lossless import PROMPTS, seen_in
 
-MODEL = open_source(GLM)
 GREEK = "η πόλη έχει μεγάλη ιστορία και πολλά μουσεία."
 JSON = f'{GREEK}"}}\n'
 
@@ -87,18 +80,6 @@ def test_an_empty_answer_has_no_fault(text):
     assert {*seen_in(PROMPTS["Greek 1 JSON"], text, is_cut=True)} == {"empty", "cut"}
 
 
-def test_a_depth_that_does_not_fit():
-    refuse_depth(MODEL, 1000)
-    says = r"--depth: with prompt and answer it must be 2,048 tokens of \S+ at most; got 2,000 and "
-    with pytest.raises(RecipeError, match=f"{says}\\d+. Use --depth 1[67]\\d\\d or less"):
-        refuse_depth(MODEL, 2000)
-    short = replace(MODEL, config={**MODEL.config, "max_position_embeddings": 64})
-    refuse_depth(short, 0)
-    refuse_depth(replace(MODEL, config={"max_position_embeddings": "many"}), 32_000)
-    with pytest.raises(RecipeError, match="Use --depth 0 or less"):
-        refuse_depth(short, 1)
-
-
 def test_what_was_held_back_is_joined(monkeypatch, tmp_path):
     """A server's own text lacks bytes that became no character; its joined one has special
     tokens.
@@ -106,15 +87,6 @@ def test_what_was_held_back_is_joined(monkeypatch, tmp_path):
     with answering({}, tmp_path / "log") as (server, _):
         monkeypatch.setattr(type(server), "text_of", lambda _, tokens: "".join(map(chr, tokens)))
         whole = Output(token_ids=(*map(ord, "ab<eos>"),), text="ab")
-        assert lossless.joined(server, whole) == whole
+        assert lossless.joined(server, whole) == "ab"
         broken = Output(token_ids=(ord("a"), 0xFFFD, 0xFFFD), text="a")
-        assert lossless.joined(server, broken).text == "a\ufffd\ufffd"
-
-
-def test_the_other_text():
-    """Long enough for the deepest probe, and no part of it twice; not a file of the folder that it
-    is asked from.
-    """
-    assert Path(lossless.OTHER.path).is_absolute()
-    text = "\n\n".join(map(str, lossless.OTHER.texts))
-    assert len(text) > 7 * 32_768 and len({*lossless.OTHER.texts}) == len(lossless.OTHER.texts)
+        assert lossless.joined(server, broken) == "a\ufffd\ufffd"
