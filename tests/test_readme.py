@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from dry_corpus import broken_cases, good_cases
 from good import plan_of_recipe, released
-from keepmtp.cli.ls import rows
+from keepmtp.cli.ls import scheme_rows
 from keepmtp.cli.main import app
 from keepmtp.quantize.needs.needs import machine_of, needs_of
 from keepmtp.recipes.families import find_view
@@ -55,7 +55,7 @@ def test_the_figures_are_those_of_their_pages():
     assert [each for each in figures if not re.search(rf"(?<![\d.]){each}(?![\d])", page)] == []
     kept = re.findall(r"[\d.]+ ± [\d.]+", schemes)
     assert len(kept) > 15 and [each for each in kept if each not in quality] == []
-    for row in rows("schemes", ()):
+    for row in scheme_rows():
         assert f"| {row['scheme']} | {row['bits']} |" in schemes
 
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.ls import rows
+from keepmtp.cli.ls import family_rows
 from keepmtp.quantize.calibrate.model.skeleton import backbone_refusal
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import KeepMTPError
@@ -23,14 +23,14 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "tables" / "families.md"
 _HEAD = """\
 # Families
 
-What keepmtp does with the models of each family (`keepmtp ls families` prints the same). `make docs` writes this
+Families that keepmtp plans and checks, and what it calibrates (`keepmtp ls families`, too). `make docs` writes this
 table: transformers' class is built for the names of every release that has a recipe, and a decoder layer of each kind
 is bound to them. Proof says how it is known that the draft which calibration runs is vLLM's:
 [mtp.md](../mtp.md#how-a-draft-was-proven) has the words. Which families take a packed head or embedding:
 [heads.md](heads.md).
 
-| family | plan | check | calibrate backbone | calibrate MTP | proof |
-|---|---|---|---|---|---|
+| family | calibrate backbone | calibrate MTP | proof |
+|---|---|---|---|
 """
 
 
@@ -60,9 +60,9 @@ def _in_words(refusal: KeepMTPError, plan: Plan) -> str:
 def page() -> str:
     """docs/tables/families.md, and below the table why not."""
     lines, reasons = [], []
-    for row in rows("families", ()):
-        cells = [row[column] for column in ("family", "plan", "check", "backbone", "mtp", "proof")]
-        for place, why in ((3, row["why_not_backbone"]), (4, row["why_not_mtp"])):
+    for row in family_rows():
+        cells = [row[column] for column in ("family", "backbone", "mtp", "proof")]
+        for place, why in ((1, row["why_not_backbone"]), (2, row["why_not_mtp"])):
             if why:
                 if why not in reasons:
                     reasons.append(why)
