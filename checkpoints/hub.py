@@ -36,7 +36,6 @@ AT_A_TIME = 16
 GAP_BYTES = 1 << 20
 """Between two tensors that are asked for together: what 20 MB/s bring in the 50 ms of a request."""
 _FIRST_BYTES = 100_000  # of a shard; most headers are shorter, and then one request is enough
-_TIMEOUT_SECONDS = 10
 _TRIES = 5
 _FIRST_WAIT_SECONDS = 0.25
 _EXPIRED = (401, 403, 404, 410)
@@ -88,7 +87,7 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
         NoCheckpointError: the Hub does not have it, or does not answer.
     """
     with hub_errors(repo):
-        info = HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_SECONDS)
+        info = HfApi().model_info(repo, revision=revision)
         names = sorted(sibling.rfilename for sibling in info.siblings or ())
     for name in (info.sha or "", *names):
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
@@ -115,7 +114,7 @@ def dataset_commit(name: str, revision: str, where: str) -> str:
     """
     try:
         with hub_errors(name):
-            found = HfApi().dataset_info(name, revision=revision, timeout=_TIMEOUT_SECONDS)
+            found = HfApi().dataset_info(name, revision=revision)
             return found.sha or revision
     except NoCheckpointError as error:
         rule = error.rule

@@ -14,7 +14,6 @@ import fnmatch
 import gc
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -64,7 +63,6 @@ class Source:
         donors: group -> the checkpoint that its tensors are from, where it is another one.
         replaced: the tensors that they take the place of.
         changed: small files of a checkpoint as it would be; None for one that is left out.
-        num_unread: tensors that nobody reads, where only a part of a checkpoint is wanted.
         has_index: False for several files that no index lists.
     """
 
@@ -81,7 +79,6 @@ class Source:
     donors: Mapping[str, "Source"] = field(default_factory=dict)
     replaced: Mapping[HFName, Entry] = field(default_factory=dict)
     changed: Mapping[str, bytes | None] = field(default_factory=dict)
-    num_unread: int = 0
     has_index: bool = True
 
     @property
@@ -296,10 +293,9 @@ def refuse_changed_files(
     A link changes the ctime of its file, so who makes links asks before and after.
 
     Raises:
-        CheckpointError: names the files.
+        CheckpointError: names the file.
     """
     now = dict(states)
-    changed: dict[Path, list[str]] = defaultdict(list)
     for name, state in states.items():
         folder = source.folder
         own = name
@@ -311,16 +307,13 @@ def refuse_changed_files(
             continue
         found = states_of(folder, [own]).get(own)
         if found is None or not state.is_unwritten(found):
-            changed[folder].append(own)
-        else:
-            now[name] = found
-    for folder, names in changed.items():
-        raise CheckpointError(
-            folder,
-            "the source must not change during a run",
-            got=f"another {listed(names)}",
-            cure=cure,
-        )
+            raise CheckpointError(
+                folder,
+                "the source must not change during a run",
+                got=f"another {own}",
+                cure=cure,
+            )
+        now[name] = found
     return now
 
 

@@ -9,6 +9,7 @@ by now. It is taken only if its files have the recorded sizes.
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.model_file import find_path
@@ -156,22 +157,18 @@ def refuse_another_model(
     Raises:
         RecipeError: another family, or another size in config.json.
     """
-    ours = _marks(checkpoint)
-    theirs = _marks(source)
-    for name, value in ours.items():
-        if name in theirs and theirs[name] != value:
+    ours = view_of(checkpoint)
+    theirs = view_of(source)
+    sizes: list[tuple[str, Any, Any]] = [
+        ("family", ours.family.model_type, theirs.family.model_type)
+    ]
+    for name in _KEPT:
+        sizes.append((name, ours.text_config.get(name), theirs.text_config.get(name)))
+    for name, value, other in sizes:
+        if None not in (value, other) and value != other:
             raise RecipeError(
                 source.where,
                 f"{rule.format(checkpoint.where)}, whose {name} is {value}",
-                got=theirs[name],
+                got=other,
                 cure=cure,
             )
-
-
-def _marks(opened: Source) -> dict[str, object]:
-    view = view_of(opened)
-    marks: dict[str, object] = {"family": view.family.model_type}
-    for name in _KEPT:
-        if view.text_config.get(name) is not None:
-            marks[name] = view.text_config[name]
-    return marks

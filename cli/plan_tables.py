@@ -179,7 +179,7 @@ def totals(plan: Plan) -> str:
         f"{counted(len(plan.shards), 'shard')}; {plan.view.drafter}"
     )
     if plan.is_draft_alone:
-        line += f"; the block alone: {counted(plan.source.num_unread, 'other tensor')} left out"
+        line += "; the block alone"
     elif plan.keeps_shards:
         links = [shard for shard in plan.shards if shard.is_link]
         stays = size_in_words(plan.num_bytes_staying)

@@ -513,8 +513,7 @@ def read_alone(source: Source, tensors: Iterable[TensorPlan]) -> Source:
     read = set(chain(*[tensor.inputs for tensor in tensors]))
     entries = {name: entry for name, entry in source.entries.items() if name in read}
     unindexed = {name: entry for name, entry in source.unindexed.items() if name in read}
-    num_unread = source.num_unread + len(source.entries) - len(entries)
-    return replace(source, entries=entries, unindexed=unindexed, num_unread=num_unread)
+    return replace(source, entries=entries, unindexed=unindexed)
 
 
 def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:

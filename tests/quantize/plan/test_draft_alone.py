@@ -41,7 +41,7 @@ def test_the_block_alone(model, format, tmp_path):
     others = [name for name in names_of(plan) if name not in block]
     assert {*block} <= {*names_of(plan)} and others in ([], ["model.embed_tokens.weight"])
     roles = [tensor.role for tensor in plan.tensors if tensor.role == "embedding"]
-    assert len(roles) == 1 and plan.source.num_unread > len(names_of(plan)) / 10
+    assert len(roles) == 1 and len(plan.source.entries) < len(released(model).tensors)
     # Its recipe makes the same plan, without a word about the target.
     again = make_plan(validated(plan.recipe.model_dump(), "again"), open_source(str(release)))
     assert names_of(again) == names_of(plan)
