@@ -51,8 +51,7 @@ class Statistics:
             fingerprint: what `fingerprint` in every file's metadata has to be; None for anything.
 
         Raises:
-            CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of
-                another file.
+            CheckpointError: a file is damaged, or belongs to another run.
         """
         entries = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -60,9 +59,6 @@ class Statistics:
             if fingerprint is not None and _words_of(header).get("fingerprint") != fingerprint:
                 rule = "must come from this recipe, source and dataset"
                 raise _refusal(path, rule, "statistics of another run")
-            if twice := sorted(entries.keys() & header.entries.keys()):
-                rule = f"{twice[0]} must be in one file only"
-                raise _refusal(path, rule, f"also in {entries[twice[0]].file}")
             entries |= header.entries
         return cls(folder=folder, entries=entries)
 
