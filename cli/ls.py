@@ -135,12 +135,13 @@ def scheme_rows() -> list[Json]:
 
 def family_rows() -> list[Json]:
     """A row for each family, and for each that drafts by DSpark."""
-    from ..recipes.families import families, support_of
+    from ..recipes.families import families, why_not_calibrated
 
     found = {}
     dspark = [family.dspark for family in families().values() if family.dspark]
     for family in (*families().values(), *dspark):
-        support = support_of(family)
+        backbone = family.no_backbone or why_not_calibrated(family)
+        mtp = backbone or family.no_draft
         names = ", ".join((family.model_type, *family.also))
         if family.architectures:
             names += f" ({', '.join(family.architectures)})"
@@ -150,14 +151,16 @@ def family_rows() -> list[Json]:
             "family": names,
             "backbone": "yes",
             "mtp": "yes",
-            "proof": support.proof,
-            "why_not_backbone": support.backbone,
-            "why_not_mtp": support.mtp,
+            "proof": "-",
+            "why_not_backbone": backbone,
+            "why_not_mtp": mtp,
         }
-        if support.backbone:
+        if backbone:
             row["backbone"] = "no"
-        if support.mtp:
-            row |= {"mtp": "no", "proof": "-"}
+        if mtp:
+            row["mtp"] = "no"
+        elif family.draft is not None:
+            row["proof"] = family.draft.proof
         found[family.model_type, family.architectures, family.method] = row
     return [found[name] for name in sorted(found)]
 

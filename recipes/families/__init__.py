@@ -23,7 +23,7 @@ from ..errors import RecipeError
 from ..family import Family
 from ..family_file import FOLDER, read_family
 from ..family_view import FamilyView
-from ..frozen import Raw, frozen
+from ..frozen import Raw
 from ..runtimes.vllm import KNOWN, NEWEST, asked, minor
 from ..yaml_file import load_shipped
 
@@ -163,35 +163,9 @@ def find_view(
 # --- what can be calibrated -----------------------------------------------------------------------
 
 
-@frozen
-class Support:
-    """What keepmtp does with a family besides planning, writing and checking, which it does with
-    all of them.
-
-    Attributes:
-        backbone: why the backbone cannot be calibrated; "" if it can.
-        mtp: why the MTP block can be neither calibrated nor measured; "" if it can.
-        proof: what the draft was compared with, a `Proof`; "" if there is none.
-    """
-
-    backbone: str
-    mtp: str
-    proof: str
-
-
-def support_of(family: Family) -> Support:
-    """What can be calibrated of a family; the answer for its first release counts for all of
-    them.
-    """
-    tried = iter(_reasons().get(family.model_type, {}).values())
-    backbone = family.no_backbone or next(tried, "no release of it has a recipe, so none was tried")
-    mtp, proof = backbone or family.no_draft, getattr(family.draft, "proof", "")
-    return Support(backbone=backbone, mtp=mtp, proof=proof)
-
-
-def why_not_calibrated(family: Family, model: str) -> str:
+def why_not_calibrated(family: Family, model: str = "") -> str:
     """Why the backbone of a recipe's model cannot be calibrated; "" if it can, or if it was not
-    tried.
+    tried. The answer for a family's first release counts for others.
     """
     reasons = _reasons().get(family.model_type, {})
     return reasons.get(model, next(iter(reasons.values()), ""))
