@@ -151,6 +151,11 @@ class StoredView:
         """Every tensor that is no weight and no scale of one."""
         return self._grouped[1]
 
+    @property
+    def tensors(self) -> Mapping[HFName, StoredWeight]:
+        """Every weight, and every other tensor as a plain one."""
+        return {**self.weights, **{entry.name: described(entry) for entry in self.others}}
+
     @cached_property
     def _grouped(self) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
         return stored_weights(self.source.entries.values())

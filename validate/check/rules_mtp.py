@@ -17,7 +17,7 @@ from itertools import chain
 from ...checkpoints.companions import INDEX
 from ...checkpoints.dialects.choose import UNQUANTIZED
 from ...checkpoints.dialects.fp8 import Fp8
-from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView, described
+from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView
 from ...checkpoints.stored import (
     OTHER_LEAVES,
     SCALE_LEAVES,
@@ -513,11 +513,8 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
     """MTP tensors and the release's: none lost, shapes and dtypes kept: R13; F24, C3; E4, E8."""
     # A kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its
     # logical shape, and a float32 tensor never its dtype.
-    own, released = [
-        {**{entry.name: described(entry) for entry in view.others}, **view.weights}
-        for view in (runtime, source)
-    ]
-    for name, theirs in released.items():
+    own = runtime.tensors
+    for name, theirs in source.tensors.items():
         place = source.placed.get(name)
         if place is None or place.part != "mtp" or place.row.stacked:
             continue

@@ -15,9 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from statistics import mode
 
-from ...checkpoints.dialects.runtime_view import Member, RuntimeView, described
-from ...checkpoints.stored import StoredWeight
-from ...recipes.family import HFName
+from ...checkpoints.dialects.runtime_view import Member, RuntimeView
 from ..facts.findings import Objection, Objections, objection
 from .rules_mtp import is_shape_known, way_to_a_block
 
@@ -81,9 +79,7 @@ def _misshaped(runtime: RuntimeView, member: Member, wanted: str) -> Objection:
 
 def _members(runtime: RuntimeView) -> Iterator[Member]:
     """Every tensor of the language model whose shape the headers show."""
-    weights = dict[HFName, StoredWeight](runtime.weights)
-    weights |= {entry.name: described(entry) for entry in runtime.others}
-    for key, weight in weights.items():
+    for key, weight in runtime.tensors.items():
         place = runtime.placed.get(key)
         if place is None or place.role in ("vision", "table") or not is_shape_known(weight):
             continue
