@@ -12,7 +12,6 @@ the real functions by tests/checkpoints/dialects/test_dialects.py and test_forei
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 from ...recipes.family import VLLMName
 from ...recipes.frozen import frozen
@@ -134,7 +133,7 @@ class Awq(Dialect):
         # In groups that Marlin does not have, experts go to MoeWNA16, which takes the list as it is
         # written.
         if kind == "experts" and self.group_size not in MARLIN_GROUPS:
-            skipped = Substrings(chain(*self.listed.values()))
+            skipped = Substrings(self.listed["modules_to_not_convert"])
         if kind != "linear":
             shards = ()
         answer = named(module, shards, skipped.within, SHARDS_DIFFER)
