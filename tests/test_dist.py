@@ -1,20 +1,13 @@
-"""What `make dist` makes: an sdist with everything, the wheel built from it, and a page for the
-package index.
-"""
+"""What `make dist` makes: an sdist with everything, and the wheel built from it."""
 
-import importlib.util
 import re
 import sys
 import tarfile
-import zipfile
-from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 from commands import captured
-from data_files import cases
 from keepmtp import __version__
-from readme_renderer import markdown
 from wheel import ROOT, tracked
 
 GENERATED = {"PKG-INFO", "setup.cfg"}
@@ -25,19 +18,6 @@ def sdist(built) -> Path:
     """That the wheel was made from."""
     (path,) = built.parent.glob("*.tar.gz")
     return path
-
-
-@pytest.fixture(scope="module")
-def description(built) -> str:
-    """The long description, as HTML, as the package index renders it."""
-    (name,) = [
-        name for name in zipfile.ZipFile(built).namelist() if name.endswith(".dist-info/METADATA")
-    ]
-    metadata = message_from_bytes(zipfile.ZipFile(built).read(name))
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    html = markdown.render(str(metadata.get_payload(decode=True), "utf-8"))
-    assert html
-    return html
 
 
 @pytest.mark.full
@@ -54,22 +34,6 @@ def test_the_sdist_holds_what_git_tracks(sdist):
 def test_the_index_would_take_both(built, sdist):
     words = [sys.executable, "-m", "twine", "check", "--strict", str(built), str(sdist)]
     captured(words, status=0)
-
-
-def test_the_page_of_the_index_has_no_link_to_a_file(description):
-    """Nothing but the page is there: no picture, no docs/."""
-    targets = re.findall(r'(?:href|src)="([^"]*)"', description)
-    assert not [target for target in targets if not target.startswith(("https://", "#"))]
-    assert "<table>" in description and "<code>docs/usage.md</code>" in description
-
-
-@cases
-def test_links_to_files_become_their_text(readme, shown):
-    spec = importlib.util.spec_from_file_location("keepmtp_setup", ROOT / "setup.py")
-    assert spec and spec.loader
-    setup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup)
-    assert setup.long_description(readme) == shown
 
 
 def test_links_in_the_docs_lead_somewhere():
