@@ -290,13 +290,6 @@ def plan_before_measuring(recipe: Recipe, source: Source) -> Plan:
     return replace(make_plan(recipe.before_measuring, source), recipe=recipe)
 
 
-def default_out(recipe: Recipe) -> Path:
-    """Return `out/<model>.<variant>`, the folder that is written where the command line names
-    none.
-    """
-    return Path("out") / recipe.name
-
-
 def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> FinishedRun:
     """A run that an earlier one has finished. What that one had no time to remove is removed."""
     tidied(out, keep_calibration=keep_calibration)

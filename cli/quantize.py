@@ -73,7 +73,7 @@ def quantize(
     Example: `keepmtp quantize glm-4.7 --draft-for /data/somebodys-NVFP4 --mtp bf16`
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8`
     """
-    from .. import api, pipeline
+    from .. import api
     from ..checkpoints.files import note_on_links
     from ..quantize.run.processes import place_of_process
     from ..validate.report.check_data import calibration_fact
@@ -88,7 +88,7 @@ def quantize(
         if not rank:
             plan_tables.show(made, as_json=as_json)
         return
-    out = out or pipeline.default_out(made.recipe)
+    out = out or Path("out") / made.recipe.name
     log = RunLog(out)
     with run_progress(as_json=as_json) as progress:
         if not rank:

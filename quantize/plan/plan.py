@@ -20,7 +20,7 @@ from itertools import chain
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.proposal import Proposal
 from ...checkpoints.safetensors_file import Entry, total_bytes
-from ...checkpoints.source import DONOR_FILES, Source, origin_of
+from ...checkpoints.source import DONOR_FILES, Source, origin_of, view_of
 from ...checkpoints.stored import stored_weights
 from ...recipes.conventions import (
     ALGORITHMS,
@@ -31,7 +31,6 @@ from ...recipes.conventions import (
     in_modelopt,
 )
 from ...recipes.errors import CheckpointError, RecipeError
-from ...recipes.families import find_family
 from ...recipes.family import TABLE_ROLES, HFName, VLLMName
 from ...recipes.family_view import FamilyView
 from ...recipes.frozen import frozen
@@ -440,7 +439,8 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
         CheckpointError: a tensor outside the family table, or a promised MTP block that is absent.
     """
     assert recipe.mtp != AUTO, f"{recipe.name}: a plan is of one candidate"
-    family = find_family(source.config, source.where, source.entries)
+    view = view_of(source)
+    family = view.family
     if recipe.family not in (family.model_type, *family.also):
         raise RecipeError(
             recipe.name,
@@ -448,7 +448,6 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
             got=f"{recipe.family!r} for a {family.model_type}",
             cure="Choose another MODEL, or copy this recipe and change its family",
         )
-    view = FamilyView(family=family, config=source.config, names=source.entries)
     is_draft_alone = _takes_block_alone(recipe, view)
     whole = source
     if is_draft_alone:

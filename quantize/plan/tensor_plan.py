@@ -9,7 +9,6 @@ of tensors for each expert and each projection, under the names of single expert
 
 from collections.abc import Iterable
 from functools import cache
-from math import prod
 from typing import Literal, NamedTuple
 
 from ...checkpoints.source import Entry
@@ -19,7 +18,7 @@ from ...recipes.family import HFName, Part, Role, VLLMName
 from ...recipes.family_view import Place
 from ...recipes.forms import Form
 from ...recipes.frozen import Shape
-from ...recipes.schemes import DTYPE_BITS, SCHEMES, TensorSpec
+from ...recipes.schemes import SCHEMES, TensorSpec, num_bytes
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
 
@@ -33,7 +32,7 @@ class Output(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+        return num_bytes(self.dtype, self.shape)
 
 
 class Spelled(NamedTuple):
