@@ -28,8 +28,8 @@ from ..recipes.protocol import Evaluation, Gates
 from ..validate.check.check import Checked
 from ..validate.check.pair import as_of_draft
 from ..validate.facts.results import now, report_folder, write_result
+from ..validate.facts.rows import Arm
 from ..validate.facts.schema import JudgementFact
-from ..validate.facts.served import Role
 from ..validate.measure.cures import switched_on, told
 from ..validate.measure.harness import Model, Setup
 from ..validate.measure.room import refuse_no_room
@@ -157,7 +157,7 @@ class Session:
         with asking(as_json=self.options.as_json) as watch:
             yield replace(self.setup, watch=watch)
 
-    def model(self, role: Role, source: Source) -> Model:
+    def model(self, role: Arm, source: Source) -> Model:
         """One of the checkpoints, downloaded and hashed."""
         # `setup` refuses before anything is downloaded or kept.
         setup = self.setup
@@ -281,7 +281,7 @@ def recorder(paths: list[str], draft: str = "") -> Callable[[Checked], Path]:
     return keep
 
 
-def _hashed(role: Role, source: Source, cache: Path, *, is_shown: bool = True) -> Model:
+def _hashed(role: Arm, source: Source, cache: Path, *, is_shown: bool = True) -> Model:
     """A checkpoint, downloaded and hashed."""
     local = downloaded(source, is_shown=is_shown)
     assert local.folder is not None, "download() gives a folder"

@@ -11,7 +11,8 @@ from keepmtp.checkpoints.identity import file_sha256
 from keepmtp.validate.facts.benched import BenchCell, Benched, BenchFact, Repetition
 from keepmtp.validate.facts.closeness import ClosenessFact, PredictedFact
 from keepmtp.validate.facts.lossless import AskedFact, AskedModel, LosslessFact
-from keepmtp.validate.facts.served import AsServed, Role
+from keepmtp.validate.facts.rows import Arm
+from keepmtp.validate.facts.served import AsServed
 from keepmtp.validate.measure import figures
 from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, ComparedWindow, Sitting
 
@@ -44,8 +45,8 @@ def closeness(
                 checkpoint_nll=210.0,
             )
         )
-    found.add(Sitting(sitting=1, as_served=as_served, reason="", seconds=12.5, repeated=0.0))
-    one = {"as_served": as_served, "reason": "", "sittings": 1, "seconds": 12.5, "repeated": 0.0}
+    found.add(Sitting(sitting=1, as_served=as_served, reason="", seconds=12.5))
+    one = {"as_served": as_served, "reason": "", "sittings": 1, "seconds": 12.5}
     before = {"sha256": header.source_sha256, "perplexity": math.exp(2.0)}
     after = {"sha256": checkpoint, "perplexity": math.exp(2.1)}
     return ClosenessFact(
@@ -114,7 +115,7 @@ def cell(
 def benched(
     rates: Mapping[int, float] = FLASH,
     *,
-    role: Role = "checkpoint",
+    role: Arm = "checkpoint",
     spread: float = 0.02,
     sha256: str = "0" * 64,
 ) -> Benched:

@@ -135,8 +135,6 @@ def test_the_command_finds_a_good_checkpoint_near(made, found):
     assert fact["windows"] == HELD_OUT and fact["tokens"] == HELD_OUT * (LENGTH - 1)
     assert fact["top"] == 512 == fact["vocabulary"] and fact["outside"] == 0
     assert 0 < fact["divergence"] < 0.05 and 0 < fact["flip_rate"] < 0.05
-    for role in ("source", "checkpoint"):
-        assert fact[role]["repeated"] < 1e-3, "alone and with others in flight"
     full = verify(made.with_name("qwen.report"))
     assert full.closeness is not None and full.closeness.model_dump(mode="json") == fact
     assert full.calibration is not None, "the report has both"

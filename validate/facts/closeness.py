@@ -30,14 +30,14 @@ class PredictedFact(ServedModel):
         perplexity: per token of the text.
         sittings: servers that were started for it; more than one where a run was resumed.
         seconds: of asking, over all of them.
-        repeated: the most that one of them was away from itself; see `Sitting`.
     """
+
+    dropped = frozenset({"repeated"})
 
     sha256: str
     perplexity: Figure
     sittings: PositiveInt
     seconds: Figure
-    repeated: Figure | None
 
 
 class ClosenessFact(StationFact):
@@ -148,12 +148,6 @@ class ClosenessFact(StationFact):
                 f"The rest of the vocabulary, {percent(self.outside)} of the source's probability, "
                 "counts as one token, so the divergence is a lower bound."
             )
-        for one in self.models:
-            if one.repeated:
-                yield (
-                    f"Asked the same again, the {one.role}'s server was {one.repeated:.2g} nats a "
-                    "token from itself: less than that is rounding."
-                )
 
     @classmethod
     def reasons(cls, fact: "ClosenessFact | None", judging: Judging) -> Iterator[ReasonFact]:

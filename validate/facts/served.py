@@ -24,7 +24,6 @@ from .rows import CONFIDENCE, Arm, Row, detail, interval
 from .settle import ReasonFact
 
 T = TypeVar("T")
-Role = Literal["source", "checkpoint"]
 AsServed = Literal["native", "BF16 copy of the same weights"]
 
 MENDED = "vLLM was mended by keepmtp's cures"

@@ -27,7 +27,8 @@ from ...recipes.errors import first_fault
 from ...recipes.frozen import Json, frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Repetition, RequestForm
 from ..facts.results import now
-from ..facts.served import Role, counters
+from ..facts.rows import Arm
+from ..facts.served import counters
 from .harness import (
     Ask,
     Failures,
@@ -108,7 +109,7 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
         ),
         **setup.asked_of(model),
     )
-    return open_lines(setup.out, f"bench.{model.whose}", header)
+    return open_lines(setup.out, f"bench.{model.role}", header)
 
 
 @frozen
@@ -121,7 +122,7 @@ class Bench:
     source: Model | None
     checkpoint: Model
     plan: BenchPlan
-    errors: dict[tuple[Role, int, int], str] = field(default_factory=dict)
+    errors: dict[tuple[Arm, int, int], str] = field(default_factory=dict)
 
     def works(self, model: Model) -> list[Work]:
         """What is missing of a checkpoint's matrix."""
@@ -152,12 +153,12 @@ class Bench:
             for line in file.in_order():
                 if (line.k, line.concurrency) == (k, concurrency):
                     lines.append(line.repetition)
-            error = self.errors.get((model.whose, k, concurrency), "")
+            error = self.errors.get((model.role, k, concurrency), "")
             cells.append(
                 BenchCell(k=k, concurrency=concurrency, repetitions=tuple(lines), error=error)
             )
         return Benched(
-            role=model.whose,
+            role=model.role,
             path=model.source.where,
             sha256=model.identity.sha256,
             form=file.header.form,
@@ -176,7 +177,7 @@ class Bench:
         for k in self._ks(model):
             for place in self.plan.places(k):
                 # Of a load that failed once, nothing more is asked, and nothing counts.
-                if (model.whose, k, place.concurrency) not in self.errors:
+                if (model.role, k, place.concurrency) not in self.errors:
                     file.wanted.append(place)
         return file
 
@@ -218,7 +219,7 @@ def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
                 said = next(filter(None, found["errors"]), "no reason given")
                 words = said.strip().splitlines()[-1][:_MAX_WORDS]
                 says = f"{failed} of {len(sent)} requests failed: {words}"
-                errors[model.whose, k, place.concurrency] = says
+                errors[model.role, k, place.concurrency] = says
                 return None
             try:
                 repetition = Repetition(
@@ -246,7 +247,7 @@ def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
             if load not in warm:
                 warm.add(load)
                 measured(place, sent[:load], min(WARM_UP_TOKENS, plan.output_tokens))
-            if (model.whose, k, load) in errors:
+            if (model.role, k, load) in errors:
                 return None
             return measured(place, sent, plan.output_tokens)
 

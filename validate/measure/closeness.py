@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -84,8 +83,7 @@ class Closeness:
         """
         before = self._before
         file = before
-        # Its last server was asked the same again once there was nothing more to ask.
-        is_whole = any(sitting.repeated is not None for sitting in before.sittings.values())
+        is_whole = any(sitting.has_all for sitting in before.sittings.values())
         if model.role == "checkpoint":
             file = self._after(before)
             is_whole = is_whole and not file.missing
@@ -142,13 +140,12 @@ class Closeness:
     def _work(
         self, model: Model, file: PredictedFile | ComparedFile, source: PredictedFile
     ) -> Work:
-        """The windows that a model's file lacks; then the first of them once more, alone. The
-        source is asked for its predictions, the checkpoint for those that are compared with them.
+        """The windows that a model's file lacks. The source is asked for its predictions, the
+        checkpoint for those that are compared with them.
         """
         is_source = file is source
         header = source.header
         windows = list[tuple[int, ...]]()
-        firsts = list[tuple[Predictions, Callable[[], Predictions]]]()
 
         @contextmanager
         def asking(server: Server) -> Iterator[Ask]:
@@ -162,18 +159,9 @@ class Closeness:
             else:
                 windows[:] = windows_of(source)
 
-            def predict(number: int) -> Predictions:
-                ids = windows[number]
-                return predictions(server, ids, top=header.top, vocabulary=header.vocabulary)
-
-            if is_source and 0 in file.lines:  # a run that goes on
-                firsts.append((kept(source, 0), partial(predict, 0)))
-
             def ask(number: int) -> PredictedWindow | ComparedWindow:
-                rows = predict(number)
                 ids = windows[number]
-                if not firsts:
-                    firsts.append((rows, partial(predict, number)))
+                rows = predictions(server, ids, top=header.top, vocabulary=header.vocabulary)
                 if is_source:
                     write_whole(_path(source, number), _PREDICTIONS.dump_json(rows).decode())
                     return PredictedWindow(window=number, ids=ids)
@@ -190,13 +178,6 @@ class Closeness:
 
             yield ask
 
-        def repeated() -> float:
-            """Nats a token between this server's first predictions, with others in flight, and the
-            same alone.
-            """
-            rows, again = firsts[0]
-            return fmean([place.nats for place in compare(rows, again(), is_whole=header.is_whole)])
-
         return Work(
             name=f"closeness.{model.role}",
             model=model,
@@ -210,7 +191,6 @@ class Closeness:
             max_model_len=self.window + 1,
             concurrency=self.concurrency,
             further=("--max-logprobs", str(min(header.top, header.vocabulary))),
-            repeated=repeated,
             unit="window",
             task="closeness",
         )
@@ -219,7 +199,6 @@ class Closeness:
 def _predicted(model: Model, file: PredictedFile | ComparedFile, nll: float) -> PredictedFact:
     """One model on the text, with so many nats a token."""
     sittings = file.sittings.values()
-    repeated = [sitting.repeated for sitting in sittings if sitting.repeated is not None]
     return PredictedFact(
         role=model.role,
         path=model.source.where,
@@ -227,7 +206,6 @@ def _predicted(model: Model, file: PredictedFile | ComparedFile, nll: float) -> 
         perplexity=math.exp(nll),
         sittings=len(sittings),
         seconds=file.seconds,
-        repeated=max(repeated, default=None),
         **file.served,
     )
 

@@ -29,7 +29,7 @@ from ...quantize.run.progress import Step
 from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json, frozen
 from ..facts.rows import ARM_TITLES, Arm
-from ..facts.served import AsServed, Drafts, Role, TargetFact, counters
+from ..facts.served import AsServed, Drafts, TargetFact, counters
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
 from .bf16_copy import why_no_kernel, write_copy
@@ -85,13 +85,6 @@ class Model:
     def title(self) -> str:
         """The role for people."""
         return ARM_TITLES[self.role]
-
-    @property
-    def whose(self) -> Role:
-        """The checkpoint without drafting is the checkpoint."""
-        if self.role == "source":
-            return "source"
-        return "checkpoint"
 
 
 @frozen
@@ -165,7 +158,6 @@ class Work:
         words: for `vllm serve`, before the user's own: what is served otherwise has another server.
         further: words that change no answer of other works; a server gets those of all.
         may_fail: a server that fails is an answer.
-        repeated: see `Sitting`, once everything is asked.
         unit, task: see `Step`.
     """
 
@@ -181,12 +173,11 @@ class Work:
     further: tuple[str, ...] = ()
     may_fail: bool = False
     is_asked: Callable[[Any], bool] = lambda _: True
-    repeated: Callable[[], float | None] = lambda: None
     unit: str = "question"
     task: str = ""
 
 
-Failures = Mapping[tuple[Role, int], ServerFailed]
+Failures = Mapping[tuple[Arm, int], ServerFailed]
 """Of servers whose failure is an answer: by whose it was, and its k."""
 
 
@@ -230,7 +221,7 @@ class Host:
         room = max(work.max_model_len for work in works)
         at_once = max(work.max_num_seqs or work.concurrency for work in works)
         limits = ("--max-model-len", str(room), "--max-num-seqs", str(at_once))
-        step = Step(role=self.model.whose, doing="", done=0, total=1, unit=first.unit)
+        step = Step(role=self.model.role, doing="", done=0, total=1, unit=first.unit)
         source = self.model.served[0].source
         cures = curing.switched_on(source, self.setup.vllm.version)
         further = dict.fromkeys(work.further for work in works)
@@ -259,7 +250,7 @@ class Host:
         reason = "; ".join(filter(None, clauses))
         failures = list[tuple[Any, ServerFailed]]()
 
-        def note(read: Callable[[Drafts], Drafts], repeated: float | None = None) -> float:
+        def note(read: Callable[[Drafts], Drafts], *, has_all: bool = False) -> float:
             """Write down how the server is doing, and return when."""
             file.add(
                 Sitting(
@@ -268,7 +259,7 @@ class Host:
                     reason=reason,
                     seconds_to_health=server.seconds_to_health,
                     seconds=round(time.monotonic() - start, 3),
-                    repeated=repeated,
+                    has_all=has_all,
                     **counters(read(before)),
                 )
             )
@@ -320,7 +311,7 @@ class Host:
             pool.shutdown(wait=False, cancel_futures=True)
         if not failures:
             # The last counts come a moment after the last answer.
-            note(server.drafts, work.repeated())
+            note(server.drafts, has_all=True)
             return
         with suppress(ServerFailed):
             note(server.drafts_now)
@@ -351,7 +342,7 @@ def hosting(model: Model, setup: Setup) -> Iterator[Host]:
     how = as_hosted(model, setup)
     with ExitStack() as scratch:
         if how["as_served"] == COPY:
-            copies = scratch.enter_context(ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out))
+            copies = scratch.enter_context(ScratchFolder(f"keepmtp-{model.role}-bf16-", setup.out))
             setup.watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
             for number, each in enumerate(model.served):
                 folders[number] = write_copy(each.source, copies / f"{number}").absolute()
@@ -400,7 +391,7 @@ def measured(
         ServerFailed: see `Host.answer`.
         RecipeError, CheckpointError: see `hosting`.
     """
-    failures = dict[tuple[Role, int], ServerFailed]()
+    failures = dict[tuple[Arm, int], ServerFailed]()
     for model in models:
         servers = planned(stations.values(), [model])
         if not servers:
@@ -409,14 +400,14 @@ def measured(
             for works in servers:
                 if failures:
                     works = [work for work in works if work.may_fail]
-                if not works or (model.whose, 0) in failures:
+                if not works or (model.role, 0) in failures:
                     continue
                 try:
                     host.answer(*works)
                 except ServerFailed as failure:
                     if not any(work.may_fail for work in works):
                         raise
-                    failures[model.whose, works[0].k] = failure
+                    failures[model.role, works[0].k] = failure
     facts = {}
     for name, station in stations.items():
         left = chain.from_iterable(map(station.works, models))

@@ -136,7 +136,7 @@ class Lossless:
                 )
             )
             how = work.file.served
-        return AskedModel(role=model.whose, path=model.source.where, asked=tuple(asked), **how)
+        return AskedModel(role=model.role, path=model.source.where, asked=tuple(asked), **how)
 
     def _all(self, model: Model) -> Iterator[tuple[Way, Work]]:
         ks = {0}

@@ -70,7 +70,7 @@ class AcceptanceStation:
         runs = list[Run]()
         for work in self._all(model):
             log = str(self.setup.log(work.name))
-            failure = failures.get((model.whose, work.k))
+            failure = failures.get((model.role, work.k))
             if failure and work.file.missing:
                 runs.append(Run(k=work.k, loaded=False, error=failure.words, log=log))
                 if not work.k:
@@ -79,7 +79,7 @@ class AcceptanceStation:
             runs.append(_run(work.file, work.k, log, runs[:1]))
             how = work.file.served
         return Served(
-            role=model.whose,
+            role=model.role,
             path=model.source.where,
             runs=tuple(runs),
             **how,

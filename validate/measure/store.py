@@ -7,7 +7,7 @@ server was doing:
 
     {"role": "source", "checkpoint_sha256": ..., "vllm": ..., "protocol": ...}
     {"question": 0, prompt_sha256, text, finish_reason, num_tokens, correct}         from 0
-    {"drafts": 9, draft_tokens, ..., "sitting": 1, as_served, reason, seconds, repeated}
+    {"drafts": 9, draft_tokens, ..., "sitting": 1, as_served, reason, seconds, has_all}
 
 A server is a sitting; its last line counts. `correct`, by filter, is there once all questions are
 answered; the file is then in order and changes no more.
@@ -43,17 +43,17 @@ class Sitting(Drafts):
     Attributes:
         sitting: from 1.
         seconds: of asking so far.
-        repeated: nats a token between its predictions for its first window, asked with others in
-            flight and again alone: what a kernel's rounding differs by with the batch. None where
-            text was generated, or it ended before.
+        has_all: nothing was left to ask.
         seconds_to_health: from the start of its process.
     """
+
+    dropped = frozenset({"repeated"})
 
     sitting: int = Field(gt=0)
     as_served: AsServed
     reason: str
     seconds: Figure
-    repeated: Figure | None = None
+    has_all: bool = False
     seconds_to_health: Figure = 0.0
 
 
