@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from ..checkpoints.proposal import Proposal
 from ..checkpoints.source import Source, uncollected
+from ..recipes.errors import CheckpointError
 from ..recipes.frozen import Bar, Say, silent, unwatched
 from ..validate.check.check import Checked, examine
-from ..validate.facts.findings import Finding
+from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
 from . import fixes
 from .fixes import Faulty
@@ -102,7 +103,8 @@ def proposed(
         progress: gets a line that says what is done now.
 
     Raises:
-        KeepMTPError: there is nothing to judge, or its files cannot be read; or see `put_block`.
+        KeepMTPError: there is nothing to judge, or its files cannot be read; see `put_block`; or
+            the block is not built as it would be stored.
     """
     progress(f"{where}: static check")
     before = examine(where)
@@ -114,6 +116,10 @@ def proposed(
 
     block = put_block(proposal, release, mtp)
     after, proposal = settled(examine(proposal.outcome()), proposal, progress)
+    for error in errors_of(after.data.findings):
+        if after.runtime and after.runtime.is_mtp_name(error.where):
+            rule = "the new MTP block must be built as it is stored"
+            raise CheckpointError(error.where, rule, got=error.says, cure=error.cure)
     return Outcome(before, after, proposal, block)
 
 

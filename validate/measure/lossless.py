@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...checkpoints.fact import Count, NumDrafts
 from ...recipes.frozen import frozen
 from ...recipes.yaml_file import load_shipped
 from ..facts.binomial import sign_test
@@ -30,7 +31,7 @@ from ..facts.served import Output, those
 from . import tool_calls
 from .harness import Ask, Failures, Model, Setup, Work, drafted_by, room_for
 from .server import Server
-from .store import Answer, LosslessHeader, Samples, open_lines
+from .store import Answer, Header, Samples, open_lines
 
 # Of an answer, at most.
 MAX_TOKENS = 128
@@ -50,6 +51,17 @@ for _script, _texts in load_shipped(Path(__file__).with_suffix(".yaml")).items()
         _line = json.dumps({"1": _text}, ensure_ascii=False)
         PROMPTS[f"{_script} {_number}"] = _text
         PROMPTS[f"{_script} {_number} JSON"] = f"{_line}\n{_OPENED}"
+
+
+class LosslessHeader(Header):
+    """Of requests that are asked in one way, with so many tokens drafted in a step."""
+
+    line = Answer
+
+    k: NumDrafts
+    way: str
+    requests_sha256: str
+    max_tokens: Count
 
 
 @frozen

@@ -189,17 +189,6 @@ class ContinuationHeader(Header):
     max_tokens: Count
 
 
-class LosslessHeader(Header):
-    """Of requests that are asked in one way, with so many tokens drafted in a step."""
-
-    line = Answer
-
-    k: NumDrafts
-    way: str
-    requests_sha256: str
-    max_tokens: Count
-
-
 class AnswersHeader(Header):
     """Of a task: `dataset_sha256` of questions and references, `prompts_sha256` of all that is
     sent.
