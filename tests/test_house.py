@@ -60,13 +60,13 @@ WENT = (
 )
 # Pairs of types of which one repeats the other's fields; see `house.twins`. The number may only
 # become smaller. One of them: options of the command line are keys of a recipe.
-TWINS = 6
+TWINS = 5
 
 
 # What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
-    "tokens of the package": 320_300,
-    "tokens of the tests": 374_900,
+    "tokens of the package": 313_000,
+    "tokens of the tests": 364_200,
     "dense forms in 1,000 tokens": 4.7,
     "functions over 100 lines": 0,
 }

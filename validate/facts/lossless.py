@@ -9,7 +9,7 @@ of two servers alone has a fault say anything. And rounding may change a text wi
 where other requests are in flight.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 from ...checkpoints.fact import Count, Fact, NumDrafts
@@ -46,6 +46,11 @@ class AskedFact(Fact):
     seen: Mapping[InAnswer, tuple[str, ...]]
 
 
+_WITH_MTP = "with MTP on"
+# Whose answers they are, what they are compared with, and the answers.
+_Pair = tuple[str, AskedFact, AskedFact]
+
+
 class AskedModel(ServedModel):
     """One checkpoint, and what each of its servers answered in each way."""
 
@@ -76,14 +81,14 @@ class LosslessFact(StationFact):
 
     def notes(self) -> Iterator[str]:
         """One sentence for those who would switch MTP off."""
-        found = self._rarest()
+        found = _compared([pair for pair in self._pairs() if pair[0] == _WITH_MTP])
         if found:
             where = f"vLLM {self.environment['vllm']} on {self.environment['device']}"
-            on = max([one.num_changed for one in self.checkpoint.asked if one.k], default=0)
+            on = max([one.num_changed for one in self.checkpoint.asked if one.k])
             off = max([one.num_changed for one in self.checkpoint.asked if not one.k])
             yield (
-                f"MTP on against off, {where}: {self._says(*found)} Other texts, at most: {on:,} "
-                f"with MTP on, {off:,} with it off and other requests in flight."
+                f"MTP on against off, {where}: {found[1]} Other texts, at most: {on:,} with MTP "
+                f"on, {off:,} with it off and other requests in flight."
             )
 
     @property
@@ -96,42 +101,41 @@ class LosslessFact(StationFact):
         """One, where two servers were asked: every fault in every way, by the exact sign test.
         What becomes better is no fault.
         """
-        found = fact and fact._rarest()
-        if fact and found:
-            verdict = "regression" if found[0] < CHANCE else "pass"
-            yield reason("lossless", verdict, fact._says(*found))
+        found = fact and _compared([*fact._pairs()])
+        if found:
+            chance, says = found
+            verdict = "regression" if chance < CHANCE else "pass"
+            yield reason("lossless", verdict, says)
 
-    def _pairs(self) -> Iterator[tuple[str, AskedFact, AskedFact]]:
-        """Whose answers they are, and what they are compared with."""
+    def _pairs(self) -> Iterator[_Pair]:
         plain = {one.way: one for one in self.checkpoint.asked if not one.k}
         for one in self.checkpoint.asked:
             if one.k:
-                yield "with MTP on", plain[one.way], one
+                yield _WITH_MTP, plain[one.way], one
         if self.source:
             for one in self.source.asked:
                 yield "of the checkpoint", one, plain[one.way]
 
-    def _rarest(self) -> tuple[float, str, list[str], int, str, str] | None:
-        """What chance gives least often: see `worse`, then the way, and whose answers they are."""
-        seen = []
-        for whose, before, after in self._pairs():
-            seen += [(*found, after.way, whose) for found in worse(before, after)]
-        return min(seen, key=lambda one: (one[0], -len(one[2])), default=None)
 
-    def _says(
-        self, chance: float, fault: str, names: list[str], num_before: int, way: str, whose: str
-    ) -> str:
-        if not names:
-            servers = " or ".join(dict.fromkeys([whose for whose, _, _ in self._pairs()]))
-            return f"No answer {servers} alone has a fault."
-        kinds = ", ".join(dict.fromkeys([name.partition(" ")[0] for name in names]))
-        have = "have" if names[1:] else "has"
-        how = "beyond chance" if chance < CHANCE else "no more than chance gives"
-        return (
-            f"Asked {way}, {counted(len(names), 'answer')} {whose} alone {have} a fault of {fault} "
-            f"({kinds}), and {num_before:,} the other way round (exact sign test: {chance:.2g}), "
-            f"{how}."
-        )
+def _compared(pairs: Sequence[_Pair]) -> tuple[float, str] | None:
+    """What chance gives least often, and a sentence that says it; None without pairs."""
+    seen = []
+    for whose, before, after in pairs:
+        seen += [(*found, after.way, whose) for found in worse(before, after)]
+    if not seen:
+        return None
+    rarest = min(seen, key=lambda one: (one[0], -len(one[2])))
+    chance, fault, names, num_before, way, whose = rarest
+    if not names:
+        servers = " or ".join(dict.fromkeys([whose for whose, _, _ in pairs]))
+        return chance, f"No answer {servers} alone has a fault."
+    kinds = ", ".join(dict.fromkeys([name.partition(" ")[0] for name in names]))
+    have = "have" if names[1:] else "has"
+    how = "beyond chance" if chance < CHANCE else "no more than chance gives"
+    return chance, (
+        f"Asked {way}, {counted(len(names), 'answer')} {whose} alone {have} a fault of {fault} "
+        f"({kinds}), and {num_before:,} the other way round (exact sign test: {chance:.2g}), {how}."
+    )
 
 
 def worse(before: AskedFact, after: AskedFact) -> Iterator[tuple[float, str, list[str], int]]:

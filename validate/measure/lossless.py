@@ -256,7 +256,7 @@ def seen_in(prompt: str, text: str, *, is_cut: bool) -> Iterator[InAnswer]:
     """What is seen in one answer; no fault where it is empty.
 
     Args:
-        prompt: of the probe.
+        prompt: one of `PROMPTS`.
         text: the answer, of joined tokens.
         is_cut: by the limit of tokens, so that a character, or JSON, may lack its end.
     """

@@ -287,8 +287,9 @@ def test_lossless(broken, verdict, says):
     fact = lossless(*broken)
     found = judged(lossless=fact)["lossless"]
     assert found.verdict == verdict and says in found.says
-    where = "MTP on against off, vLLM 0.32.0 on H200: "
-    assert [note for note in fact.notes() if note.startswith(where) and says in note]
+    (note,) = fact.notes()
+    assert note.startswith("MTP on against off, vLLM 0.32.0 on H200: ")
+    assert "of the checkpoint" not in note, "of the source it says nothing"
     assert "lossless" not in SERVED_ONLY, "where it was not asked"
 
 
