@@ -10,8 +10,10 @@ Easy to get wrong: with a scale that is missing, or one too many, the checkpoint
 drafts and answers are noise.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 
 import torch
@@ -24,13 +26,14 @@ from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header
 from ...checkpoints.values import typed
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
-from ...recipes.frozen import Raw, frozen
+from ...recipes.frozen import Raw, frozen, without
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan
 
 # In a file's metadata. safetensors 0.8 writes several keys in another order each time, and the same
 # run has to leave the same bytes.
 _WORDS = "keepmtp"
+_SUMS = "sha256"  # among them: of every tensor
 
 
 @frozen
@@ -41,6 +44,8 @@ class Statistics:
     folder: Path
     # Every tensor, by its name in the finished checkpoint.
     entries: Mapping[HFName, Entry]
+    # SHA-256 of their bytes, as calibration wrote them.
+    sums: Mapping[HFName, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path, *, fingerprint: str | None = None) -> "Statistics":
@@ -54,13 +59,16 @@ class Statistics:
             CheckpointError: a file is damaged, or belongs to another run.
         """
         entries = {}
+        sums = {}
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
-            if fingerprint is not None and _words_of(header).get("fingerprint") != fingerprint:
+            words = _words_of(header)
+            if fingerprint is not None and words.get("fingerprint") != fingerprint:
                 rule = "must come from this recipe, source and dataset"
                 raise _refusal(path, rule, "statistics of another run")
             entries |= header.entries
-        return cls(folder=folder, entries=entries)
+            sums |= words.get(_SUMS, {})
+        return cls(folder=folder, entries=entries, sums=sums)
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -76,13 +84,17 @@ class Statistics:
         """One tensor, on the CPU.
 
         Raises:
-            CheckpointError: the file has become shorter since it was opened.
+            CheckpointError: the file has become shorter since it was opened, or has other bytes
+                than were written.
         """
         path = self.path_of(name)
         entry = self.entries[name]
         raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
         with open(path, "rb", buffering=0) as file:
             fill(raw.numpy().data, file, entry, where=path, cure=cure_of(path))
+        digest = _sum(raw)
+        if self.sums.get(name, digest) != digest:
+            raise _refusal(path, f"{name} must have the bytes that calibration wrote", "others")
         return typed(raw, entry.dtype, entry.shape)
 
 
@@ -101,10 +113,14 @@ def write_statistics(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     apart = {}
-    for name, tensor in tensors.items():  # safetensors refuses shared memory
-        apart[name] = tensor.detach().cpu().contiguous().clone()
+    sums = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous().clone()  # safetensors refuses shared memory
+        apart[name] = value
+        sums[name] = _sum(value.view(-1).view(torch.uint8))
     with making(path) as partial:
-        save(apart, partial, {_WORDS: json.dumps(dict(metadata), sort_keys=True)})
+        words = json.dumps({**metadata, _SUMS: sums}, sort_keys=True)
+        save(apart, partial, {_WORDS: words})
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
@@ -113,7 +129,7 @@ def read_metadata(path: Path) -> Mapping[str, str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    return _words_of(_read(path))
+    return without(_words_of(_read(path)), _SUMS)
 
 
 def _words_of(header: FileHeader) -> Raw:
@@ -210,3 +226,8 @@ def cure_of(path: Path) -> str:
         folder = folder / "mtp"
         what = "the MTP block is calibrated anew"
     return f"Remove {folder}, and run the same command again: {what}"
+
+
+def _sum(raw: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, as U8 in one dimension on the CPU."""
+    return hashlib.sha256(raw.numpy().data).hexdigest()

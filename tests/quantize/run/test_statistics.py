@@ -60,7 +60,15 @@ A, B = (HFName(f"model.layers.0.{name}.input_scale") for name in "ab")
 
 def test_a_file_that_changes_after_it_was_opened(tmp_path):
     statistics = saved(tmp_path, dict.fromkeys((A, B), torch.ones(64)))
+    entry = statistics.entries[B]
     path = tmp_path / "model.layers.0.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[entry.start + 9] ^= 1
+    path.write_bytes(raw)
+    assert statistics.read(A).sum() == 64
+    rule = r"b\.input_scale must have the bytes that calibration wrote; got others"
+    with pytest.raises(CheckpointError, match=rule):
+        statistics.read(B)
     os.truncate(path, path.stat().st_size - 1)
     rule = r"layers\.0\.safetensors: .*b\.input_scale must be whole; got end of file"
     with pytest.raises(CheckpointError, match=rule):

@@ -27,16 +27,15 @@ IDS = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(0))
 DATA = CalibrationData(ids=IDS, held_out_ids=IDS[:2], provenance={})
 
 
-def calibrated(source: Path, folder: Path) -> dict[str, list[int]]:
-    """The bytes of what GPTQ makes of a checkpoint whose own Python builds it."""
+def calibrated(source: Path, folder: Path) -> dict[str, str]:
+    """Sums of what GPTQ makes of a checkpoint whose own Python builds it."""
     block = find_recipe("tiny-glm4-moe.w4a16-gptq")[0].calibration.model_dump()
     block |= {"batch_size": 2, "model_code": "checkpoint"}
     words = find_recipe("mimo-7b", scheme="W4A16")[0].model_dump()
     recipe = Recipe.model_validate(words | {"mtp": "bf16", "calibration": block})
     plan = make_plan(recipe, open_source(source))
     calibrate_backbone(plan, DATA, folder, device=ALONE.device, ranks=ALONE)
-    found = Statistics.open(folder / "statistics")
-    return {name: found.read(name).view(-1).view(torch.uint8).tolist() for name in found}
+    return dict(Statistics.open(folder / "statistics").sums)
 
 
 @pytest.mark.parametrize("form", ["decorated", "with"])
