@@ -195,13 +195,20 @@ class _Job:
         complete(final)
 
     def _stamp(self, header: bytes) -> str:
-        """A hash over the header of a shard and the files of its source."""
+        """A hash over the header of a shard and what it is made from."""
         digest = hashlib.sha256(header)
+        plan = self.plan
+        files = set[str]()
+        for unit in self.shard.units:
+            for tensor in unit:
+                for name in tensor.inputs:
+                    files.add(plan.entries[name].file)
         # The source may have become another one, so the stamps of its files count. Hashes of what
         # is read would say more of a source that was moved, but they double the work, and a shard
         # is written again as fast as compared.
-        for file, state in sorted(self.plan.source.states.items()):
-            if self.plan.keeps_shards:  # a link changes the ctime
+        for file in sorted(files & plan.source.states.keys()):
+            state = plan.source.states[file]
+            if plan.keeps_shards:  # a link changes the ctime
                 state = state.model_copy(update={"ctime_ns": 0})
             digest.update(f"{file} {state!r}".encode())
         return digest.hexdigest()

@@ -294,6 +294,8 @@ def least_share(kept: float, total: float, confidence: float) -> float:
 
 def fewest_slots(least: float, confidence: float) -> int:
     """Slots that show that a share of `least` is kept, if no draft is lost on them."""
+    if least >= 1:  # more than anybody has
+        return 2**63
     return math.ceil(math.log1p(-confidence) / math.log(least))
 
 
