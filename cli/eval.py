@@ -142,7 +142,7 @@ def eval(
     \b
     acceptance  what is accepted of the drafts, and outputs with and without MTP
     tasks       the recipe's tasks: lm-evaluation-harness asks and scores
-    lossless    with MTP on and off: twelve scripts, code, tools, load; and the tasks
+    lossless    MTP on against off: scripts, code, tools, load; and the tasks
     closeness   divergence and flips of the predictions on held-out text
 
     Closeness is measured where the recipe limits it, or with --text; the others always. Each server

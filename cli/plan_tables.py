@@ -62,7 +62,7 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
     rows = []
     cells = []
     for fit in unchosen.fits:
-        gpus = [f"{count} x {name}" for count, name, _ in gpus_of(fit.tps, fit.num_bytes)]
+        gpus = [f"{count} x {name}" for count, name in gpus_of(fit.tps, fit.num_bytes)]
         rows.append(asdict(fit) | {"gpus": gpus})
         size = size_in_words(fit.num_bytes)
         held_by = ", ".join(gpus) or "-"

@@ -98,6 +98,11 @@ class ClosenessFact(StationFact):
         return (self,)
 
     @property
+    def native_or_copy(self) -> str:
+        """Its servers draft nothing."""
+        return ""
+
+    @property
     def asked(self) -> tuple[str, ...]:
         """Its own."""
         return ("closeness",)

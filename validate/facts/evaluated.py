@@ -297,11 +297,6 @@ class EvaluationFact(TaskFact):
         """Its source was served with MTP off alone."""
         return bool(self.source) and not self.source.drafts
 
-    @property
-    def native_or_copy(self) -> str:
-        """How the checkpoint was served."""
-        return self.checkpoint.as_served
-
     def drafted(self) -> Drafted | None:
         """Of the first task."""
         theirs = self.source

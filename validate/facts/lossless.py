@@ -91,11 +91,6 @@ class LosslessFact(StationFact):
                 f"on, {off:,} with it off and other requests in flight."
             )
 
-    @property
-    def native_or_copy(self) -> str:
-        """How the checkpoint was served."""
-        return self.checkpoint.as_served
-
     @classmethod
     def reasons(cls, fact: "LosslessFact | None", judging: Judging) -> Iterator[ReasonFact]:
         """One, where two servers were asked: every fault in every way, by the exact sign test.

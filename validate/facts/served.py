@@ -332,7 +332,7 @@ class StationFact(ResultFact):
     @property
     def native_or_copy(self) -> str:
         """How the checkpoint was served; "" where that says nothing of its loading."""
-        return ""
+        return self.checkpoint.as_served
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -433,11 +433,6 @@ class ServeCheck(StationFact):
     def has_no_block(self) -> bool:
         """Its source was served with MTP off alone."""
         return bool(self.source) and all(run.loaded and not run.k for run in self.source.runs)
-
-    @property
-    def native_or_copy(self) -> str:
-        """How the checkpoint was served."""
-        return self.checkpoint.as_served
 
     def drafted(self) -> Drafted | None:
         """Of the largest k that both drafted with, else of the largest of all."""

@@ -103,15 +103,15 @@ def parser_words(family: Family) -> str:
     return f"`{' '.join(words)}`"
 
 
-def gpus_of(sizes: Sequence[int], num_bytes: int) -> tuple[tuple[int, str, int], ...]:
-    """(number, card, its memory in GB): on how few so many bytes of weights fit, with room for a KV
+def gpus_of(sizes: Sequence[int], num_bytes: int) -> tuple[tuple[int, str], ...]:
+    """(number, card): on how few so many bytes of weights fit, with room for a KV
     cache; `sizes` are those at which they load. They are counted, and nobody tried it.
     """
     gpus = []
     for name in _CARDS:
         number = least_gpus(sizes, num_bytes, CARDS[name] * 10**9)
         if number and number <= _MOST_GPUS:
-            gpus.append((number, name, CARDS[name]))
+            gpus.append((number, name))
             if number == 1:
                 break  # a larger one holds it as well
     return tuple(gpus)
