@@ -64,7 +64,7 @@ def lossless(*broken: tuple[str, ...]) -> LosslessFact:
     asked = []
     for k, names in zip((0, 0, 1), broken, strict=True):
         for way, seen in (("one at a time", {}), ("32 at once", {"characters": names})):
-            asked.append(AskedFact(k=k, way=way, num=56, num_changed=0, seen=seen))
+            asked.append(AskedFact(k=k, way=way, num=56, num_compared=56, num_changed=0, seen=seen))
     how = {"path": "/data/x", "as_served": "native", "reason": ""}
     return LosslessFact(
         source=AskedModel(role="source", asked=tuple(asked[:2]), **how),

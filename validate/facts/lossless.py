@@ -35,13 +35,15 @@ class AskedFact(Fact):
         k: tokens drafted a step.
         way: how they were asked, such as "one at a time".
         num: of requests.
-        num_changed: answers that are another text than with MTP off, asked in the first way.
+        num_compared: of them, those that were asked in the first way too.
+        num_changed: of these, answers that are another text than with MTP off in that way.
         seen: names of the requests in whose answers each was seen, such as "Thai 1 JSON".
     """
 
     k: NumDrafts
     way: str
     num: Count
+    num_compared: Count
     num_changed: Count
     seen: Mapping[InAnswer, tuple[str, ...]]
 
@@ -76,8 +78,8 @@ class LosslessFact(StationFact):
                 if of == "checkpoint" and not one.k:
                     of = "plain"
                 case = f"{counted(one.num, 'request')} {one.way}"
-                same = one.num - one.num_changed
-                yield detail("texts as with MTP off", case, of, same, n=one.num)
+                same = one.num_compared - one.num_changed
+                yield detail("texts as with MTP off", case, of, same, n=one.num_compared)
 
     def notes(self) -> Iterator[str]:
         """One sentence for those who would switch MTP off."""

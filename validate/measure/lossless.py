@@ -27,7 +27,7 @@ from ..facts.binomial import sign_test
 from ..facts.evaluated import NOT_EMPTY, DraftingFact, SwitchFact
 from ..facts.lossless import AskedFact, AskedModel, InAnswer, LosslessFact
 from ..facts.paired import parted
-from ..facts.served import Output, those
+from ..facts.served import Output
 from . import tool_calls
 from .harness import Ask, Failures, Model, Setup, Work, drafted_by, room_for
 from .server import Server
@@ -75,10 +75,13 @@ class Request:
 
 @frozen
 class Way:
-    """How all requests are asked: streamed, if several."""
+    """How requests are asked: streamed, if several at once; so many conversations, as an answer of
+    a model that thinks takes a minute.
+    """
 
     name: str
     at_once: int = AT_ONCE
+    conversations: int = 120
     words: tuple[str, ...] = ()
 
 
@@ -97,13 +100,13 @@ class Lossless:
     source: Model | None
     checkpoint: Model
     k: int
-    has_cache: bool = False
+    has_cache: bool
     max_tokens: int = MAX_TOKENS
 
     @property
     def ways(self) -> Iterator[Way]:
         """The first is the one that the texts of others are compared with."""
-        yield Way(name="one at a time", at_once=1)
+        yield Way(name="one at a time", at_once=1, conversations=20)
         yield Way(name=f"{AT_ONCE} at once")
         if self.has_cache:
             yield Way(name="with prefix caching", words=("--enable-prefix-caching",))
@@ -133,9 +136,9 @@ class Lossless:
             lines = work.file.in_order()
             texts = [line.text for line in lines]
             first = first or texts
-            pairs = zip(texts, first, strict=True)
+            pairs = [*zip(texts, first, strict=False)]
             seen: dict[InAnswer, tuple[str, ...]] = {}
-            for request, line in zip(self._requests, lines, strict=True):
+            for request, line in zip(self._requests(way), lines, strict=True):
                 for each in dict.fromkeys(_seen(request, line)):
                     seen[each] = (*seen.get(each, ()), request.name)
             asked.append(
@@ -143,6 +146,7 @@ class Lossless:
                     k=work.k,
                     way=way.name,
                     num=len(texts),
+                    num_compared=len(pairs),
                     num_changed=sum([one != other for one, other in pairs]),
                     seen=seen,
                 )
@@ -160,26 +164,21 @@ class Lossless:
 
     @property
     def _parser(self) -> tuple[str, ...]:
-        """The words with which servers read tool calls; none where one of them cannot."""
-        words = ()
-        for model in those(self.source, self.checkpoint):
-            words = tool_calls.parser_words(model.served[0].source, self.setup.extra)
-            if not words:
-                break
-        return words
+        """The words with which servers read tool calls; none where the checkpoint has no way."""
+        return tool_calls.parser_words(self.checkpoint.served[0].source, self.setup.extra)
 
-    @property
-    def _requests(self) -> list[Request]:
+    def _requests(self, way: Way) -> list[Request]:
         found = [Request(name=name, prompt=prompt) for name, prompt in PROMPTS.items()]
         if self._parser:
-            for number, turns in enumerate(tool_calls.conversations(), 1):
+            asked = tool_calls.conversations()[: way.conversations]
+            for number, turns in enumerate(asked, 1):
                 found.append(Request(name=f"tools {number}", turns=turns))
         return found
 
     def _work(self, model: Model, k: int, way: Way) -> Work:
         """All requests in one way, for one server."""
         name = f"lossless.{model.role}.k{k}.{way.name.replace(' ', '-')}"
-        requests = self._requests
+        requests = self._requests(way)
         asked = self.setup.asked_of(model)
         asked["words"] = (*self._parser, *asked["words"])  # another parser reads another answer
         sent = f"{requests} {tool_calls.TOOLS}"

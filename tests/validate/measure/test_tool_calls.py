@@ -105,9 +105,8 @@ PARSER = ("--tool-call-parser", "hermes", "--chat-template", "{% if tools %}{% e
 @pytest.fixture
 def ask(monkeypatch, tmp_path):
     """Asks a server that answers right but for `fault`, a function of the request; with MTP off."""
-    every = lossless.Lossless._requests.fget
-    tools = property(lambda station: every(station)[len(lossless.PROMPTS) :])
-    monkeypatch.setattr(lossless.Lossless, "_requests", tools)
+    every = lossless.Lossless._requests
+    monkeypatch.setattr(lossless.Lossless, "_requests", lambda *way: every(*way)[56:])
     monkeypatch.setattr(tool_calls, "conversations", lambda: CONVERSATIONS)
 
     def found(fault=lambda _: "", *, has_cache: bool = False):
@@ -153,7 +152,10 @@ def test_prefix_caching_has_a_server_of_its_own(tmp_path):
     assert alone.words == load.words == () and cached.words == ("--enable-prefix-caching",)
     assert (alone.concurrency, load.concurrency, cached.concurrency) == (1, 32, 32)
     assert len({work.file.path for work in (alone, load, cached)}) == 3 and cached.name != load.name
-    assert alone.file.header.words[:3] == parser and alone.file.header.num == 56 + 120
+    assert alone.file.header.words[:3] == parser and (
+        alone.file.header.num,
+        load.file.header.num,
+    ) == (76, 176)
 
 
 @pytest.mark.parametrize(
