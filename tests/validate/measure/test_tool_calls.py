@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -195,6 +196,12 @@ def test_streams_that_break_are_found_as_such(fault, named, ask):
         return fault * (is_spoilt and body.get("stream", False))
 
     assert ask(spoil)[0] == {"one at a time": {}, "32 at once": {named: 4}}
+
+
+def test_a_server_whose_cached_prefixes_are_wrong_is_found_as_such(ask):
+    before = count()
+    found, _ = ask(lambda _: "wrong" * (next(before) >= 2 * TURNS), has_cache=True)
+    assert found == {"one at a time": {}, "32 at once": {}, "with prefix caching": {"calls": NUM}}
 
 
 def test_a_parser_that_fails_on_a_whole_answer_is_no_wrong_call(ask):
