@@ -48,7 +48,7 @@ def made(folder: Path, case: str) -> tuple[Path, dict]:
         )
         publish(partial, folder / "out")
     shutil.rmtree(folder / "calibration")
-    return folder / "out", run.summary["rows"][-1]
+    return folder / "out", {**run.summary, **run.summary["rows"][-1]}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_the_judge_agrees_with_the_runs_own_record(judges, tmp_path, case):
     found = judge.read(folder)
     assert found.target.perplexity == pytest.approx(recorded["perplexity"], abs=1e-6)
     assert found.target.divergence == pytest.approx(recorded["divergence"], abs=1e-6)
-    assert 1 - found.target.agreement == pytest.approx(recorded["flips"], abs=1e-5)
+    assert found.target.agreement == pytest.approx(recorded["agreement"], abs=1e-5)
     assert found.acceptance.fact().model_dump(mode="json") == recorded["acceptance"]
     assert found.mtp_bytes > 0 and found.backbone_bytes < judge.release.backbone_bytes
     if case == "nvfp4":

@@ -99,6 +99,7 @@ def test_empty_and_cut_answers_are_counted_as_such(tmp_path):
     verdicts = {one["gate"]: one["verdict"] for one in found["judgement"]["reasons"]}
     assert verdicts["lossless"] == "pass"
     put_json(folder / "drafted.json", said("") | {"/detokenize": "nothing"})
+    shutil.rmtree(report_folder(folder))
     words = f"eval {folder} --only acceptance,lossless --source none"
     done = keepmtp(words, VLLM_PYTHON=python, status=1)
     assert "a reply without an answer" in done.stderr
