@@ -77,7 +77,7 @@ def test_a_target_that_is_broken_in_other_scripts_alone_is_found(out):
     fact = answered(twin, out, 0)
     gate = {one.gate: one for one in judge(lossless=fact).reasons}["lossless"]
     assert gate.verdict == "regression" and "of the checkpoint alone" in gate.says, gate.says
-    broken = wrong(fact.checkpoint.asked[0])
+    broken = wrong(fact.checkpoint.asked[1])
     english = {
         f"tools {number}" for number, turns in enumerate(conversations(), 1) if not turns[-1].wanted
     }
