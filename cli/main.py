@@ -79,7 +79,7 @@ WENT: Mapping[str, str] = {
     "compare --source": "Use keepmtp check PATH --values all --source RELEASE",
     "eval --run-model-code": "Run humaneval by lm-eval itself, against keepmtp serve",
     "eval --no-plain": "Leave lossless out of --only",
-    "eval --depth": "Use keepmtp eval PATH --only closeness --text FILE, of long texts",
+    "eval --depth": "Use keepmtp eval PATH --only tasks,lossless --dataset FILE, of long texts",
     **dict.fromkeys(
         [f"eval --{name}" for name in ("shots", "api", "concurrency", "seed", "prefix-caching")],
         "Write it into the recipe's evaluation block",
