@@ -200,7 +200,7 @@ def _stations(
     may be refused is refused here, before a server is started, which may take half an hour.
     """
     from ..checkpoints.record import read_record
-    from ..validate.measure import closeness, harness, lossless, tasks
+    from ..validate.measure import closeness, harness, lossless, tasks, tool_calls
     from ..validate.measure.lm_eval_task import questions as questions_of
     from ..validate.measure.serve_check import AcceptanceStation
     from ..validate.measure.texts import PROMPTS, held_out, read_prompts
@@ -226,6 +226,7 @@ def _stations(
             lossless.Lossless,
             k=ks[-1],
             has_cache=any(protocol.prefix_caching for protocol in protocols),
+            parser=tool_calls.parser_words(session.target or session.opened, session.extra),
             max_tokens=min(asked.max_tokens or _MAX_TOKENS, lossless.MAX_TOKENS),
         )
     if "tasks" in chosen:
@@ -294,8 +295,7 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
     # A task that is asked otherwise brings its own protocol: shots and length of the recipe's task
     # mean nothing there.
     if TASKS[task].protocol != TASKS[recipe.task].protocol:
-        own = TASKS[task].protocol
-        fields = {name: fields[name] for name in _OF_ANY_TASK if name not in own}
+        fields = {name: fields[name] for name in _OF_ANY_TASK}
     fields |= changed
     # A revision belongs to the dataset it was given with.
     if "dataset" in changed or task != recipe.task:

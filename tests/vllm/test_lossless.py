@@ -82,7 +82,8 @@ def plain(tmp_path_factory) -> Path:
 def answered(folder: Path, out: Path, k: int, source: Path | None = None) -> LosslessFact:
     setup = Setup(vllm=find_vllm(), out=out, timeout=400, extra=UNIPROC)
     models = {"source": model("source", source), "checkpoint": model("checkpoint", folder)}
-    return measure(lossless.Lossless(setup=setup, k=k, has_cache=False, max_tokens=48, **models))
+    how = {"has_cache": False, "parser": (), "max_tokens": 48}
+    return measure(lossless.Lossless(setup=setup, k=k, **how, **models))
 
 
 def model(role, folder: Path | None) -> Model | None:

@@ -14,7 +14,7 @@ from keepmtp.validate.facts.lossless import LosslessFact
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.lossless import Lossless
-from keepmtp.validate.measure.tool_calls import conversations
+from keepmtp.validate.measure.tool_calls import conversations, parser_words
 from keepmtp.validate.report.gates import judge
 from real_vllm import NEEDS_VLLM, UNIPROC, measure
 
@@ -33,7 +33,8 @@ def answered(folder: Path, out: Path, k: int) -> LosslessFact:
         vllm=find_vllm(), out=out, timeout=400, extra=("--tool-call-parser", "hermes", *UNIPROC)
     )
     models = {"source": model("source", TOOLS), "checkpoint": model("checkpoint", folder)}
-    return measure(Lossless(setup=setup, k=k, has_cache=True, **models))
+    words = parser_words(models["checkpoint"].source, setup.extra)
+    return measure(Lossless(setup=setup, k=k, has_cache=True, parser=words, **models))
 
 
 def wrong(one) -> set[str]:

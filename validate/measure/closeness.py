@@ -10,7 +10,6 @@ one model alone. What is computed is then a lower bound; where both name the who
 exact.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from .store import (
     PredictedHeader,
     PredictedWindow,
     open_lines,
+    sum_of,
 )
 from .texts import HeldOut, Text
 
@@ -132,7 +132,7 @@ class Closeness:
             **self.setup.asked_of(self.checkpoint),
             num=len(windows),
             source_sha256=self.source.identity.sha256,
-            windows_sha256=hashlib.sha256(json.dumps(windows).encode()).hexdigest(),
+            windows_sha256=sum_of(json.dumps(windows)),
             num_texts=len(self.text.texts),
         )
         return open_lines(self.setup.out, "closeness.checkpoint", header)

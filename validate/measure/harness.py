@@ -10,6 +10,7 @@ served again.
 """
 
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -480,5 +481,10 @@ def room_for(prompts: Iterable[str], source: Source, *, is_chat: bool, max_token
     longest = max([len(prompt.encode()) for prompt in prompts]) + max_tokens + 16
     if is_chat:
         longest += CHAT_TOKENS
+    return min(longest, positions(source))
+
+
+def positions(source: Source) -> int:
+    """Tokens that a model can hold; without a number in config.json, any."""
     most = source.text_config.get("max_position_embeddings")
-    return min(longest, most) if isinstance(most, int) else longest
+    return most if isinstance(most, int) else sys.maxsize

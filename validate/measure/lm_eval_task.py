@@ -10,7 +10,6 @@ request as an empty answer. Here its model is a record of answers. And files of 
 functions, and to import those may download something: IFEval's wants NLTK's data.
 """
 
-import hashlib
 import io
 import json
 import logging
@@ -18,7 +17,6 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from ...recipes.model_file import find_path
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 from ..facts.evaluated import ScoreFact, score_of
+from .store import sum_of
 
 VERSIONS = {"lm-eval": version("lm_eval"), "datasets": version("datasets")}
 
@@ -84,8 +83,8 @@ class Questions:
     protocol: Evaluation
     items: tuple[Question, ...]
     dataset_sha256: str
-    tasks: Mapping[str, Task] = field(default_factory=dict)
-    rows: Mapping[str, list[int]] = field(default_factory=dict)
+    tasks: Mapping[str, Task]
+    rows: Mapping[str, list[int]]
 
     @property
     def num(self) -> int:
@@ -354,8 +353,3 @@ def _lm_evals(protocol: Evaluation) -> Iterator[None]:
         random.setstate(state)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def sum_of(text: str) -> str:
-    """SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -12,7 +12,6 @@ whole answer are joined before anything is counted. And another text with drafti
 itself.
 """
 
-import hashlib
 import json
 import re
 import unicodedata
@@ -29,9 +28,9 @@ from ..facts.lossless import AskedFact, AskedModel, InAnswer, LosslessFact
 from ..facts.paired import parted
 from ..facts.served import Output
 from . import tool_calls
-from .harness import Ask, Failures, Model, Setup, Work, drafted_by, room_for
+from .harness import Ask, Failures, Model, Setup, Work, drafted_by, positions, room_for
 from .server import Server
-from .store import Answer, Header, Samples, open_lines
+from .store import Answer, Header, Samples, open_lines, sum_of
 
 # Of an answer, at most.
 MAX_TOKENS = 128
@@ -93,6 +92,7 @@ class Lossless:
         setup, source, checkpoint: how to serve, and what. The source is asked with MTP off.
         k: tokens drafted a step.
         has_cache: ask a server with prefix caching as well.
+        parser: words with which servers read tool calls; without any, no tool is called.
         max_tokens: of an answer to a prompt, at most.
     """
 
@@ -101,6 +101,7 @@ class Lossless:
     checkpoint: Model
     k: int
     has_cache: bool
+    parser: tuple[str, ...]
     max_tokens: int = MAX_TOKENS
 
     @property
@@ -162,14 +163,9 @@ class Lossless:
             for way in self.ways:
                 yield way, self._work(model, k, way)
 
-    @property
-    def _parser(self) -> tuple[str, ...]:
-        """The words with which servers read tool calls; none where the checkpoint has no way."""
-        return tool_calls.parser_words(self.checkpoint.served[0].source, self.setup.extra)
-
     def _requests(self, way: Way) -> list[Request]:
         found = [Request(name=name, prompt=prompt) for name, prompt in PROMPTS.items()]
-        if self._parser:
+        if self.parser:
             asked = tool_calls.conversations()[: way.conversations]
             for number, turns in enumerate(asked, 1):
                 found.append(Request(name=f"tools {number}", turns=turns))
@@ -180,20 +176,19 @@ class Lossless:
         name = f"lossless.{model.role}.k{k}.{way.name.replace(' ', '-')}"
         requests = self._requests(way)
         asked = self.setup.asked_of(model)
-        asked["words"] = (*self._parser, *asked["words"])  # another parser reads another answer
-        sent = f"{requests} {tool_calls.TOOLS}"
+        asked["words"] = (*self.parser, *asked["words"])  # another parser reads another answer
         header = LosslessHeader(
             k=k,
             way=way.name,
-            requests_sha256=hashlib.sha256(sent.encode()).hexdigest(),
+            requests_sha256=sum_of(f"{requests} {tool_calls.TOOLS}"),
             max_tokens=self.max_tokens,
             num=len(requests),
             **asked,
         )
         source = model.served[0].source
         room = room_for(PROMPTS.values(), source, is_chat=False, max_tokens=self.max_tokens)
-        in_turn = tool_calls.most_tokens(source)
-        if self._parser:
+        in_turn = min(tool_calls.MOST_TOKENS, positions(source) // 2)
+        if self.parser:
             longest = [tool_calls.longest(each.turns) for each in requests if each.turns]
             held = room_for(longest, source, is_chat=True, max_tokens=in_turn)
             room = max(room, held)
@@ -213,7 +208,7 @@ class Lossless:
                 is_cut = not request.turns and num_tokens >= self.max_tokens
                 return Answer(
                     question=number,
-                    prompt_sha256=header.requests_sha256,
+                    prompt_sha256=sum_of(f"{request}"),
                     text=text,
                     finish_reason="length" if is_cut else "stop",
                     num_tokens=num_tokens,
@@ -230,7 +225,7 @@ class Lossless:
             max_model_len=room,
             concurrency=way.at_once,
             words=way.words,
-            further=self._parser,
+            further=self.parser,
             unit="request",
             task=f"lossless {way.name}",
         )

@@ -362,7 +362,7 @@ def open_lines(folder: Path, name: str, header: Head) -> LineFile[Head, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     # The name has the number of its header: what is asked otherwise, or of other bytes, has a file
     # of its own.
-    number = hashlib.sha256(header.model_dump_json().encode()).hexdigest()[:8]
+    number = sum_of(header.model_dump_json())[:8]
     path = folder / f"{name}.{number}.jsonl"
     refuse_strange(path, is_alone=True)
     if path.is_file():
@@ -390,6 +390,11 @@ def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any]:
         is_sitting = isinstance(row, dict) and "sitting" in row
         found.take(_checked(Sitting if is_sitting else kind.line, row, where))
     return found
+
+
+def sum_of(text: str) -> str:
+    """SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text(line: Fact) -> str:

@@ -30,9 +30,9 @@ from .harness import (
     has_template,
     room_for,
 )
-from .lm_eval_task import VERSIONS, Questions, scores, sum_of
+from .lm_eval_task import VERSIONS, Questions, scores
 from .server import Server
-from .store import Answer, AnswersHeader, finish, open_lines
+from .store import Answer, AnswersHeader, finish, open_lines, sum_of
 
 _LEAST_SECONDS = 600.0
 

@@ -30,7 +30,8 @@ _PARSER = "--tool-call-parser"
 _IN_CALLS = re.compile(r"[{<=|]")
 _DATA = load_shipped(Path(__file__).with_suffix(".yaml"))
 _SECONDS = 4800.0  # for an answer
-_MOST_TOKENS = 4096
+MOST_TOKENS = 4096
+"""Of an answer in a conversation, where a model may think first."""
 
 
 @frozen
@@ -135,12 +136,6 @@ def parser_words(source: Source, extra: Sequence[str]) -> tuple[str, ...]:
 def longest(turns: Sequence[Turn]) -> str:
     """What is sent in the last turn, and before it the tools."""
     return _text([TOOLS, turns[-1].messages])
-
-
-def most_tokens(source: Source) -> int:
-    """Of an answer in a conversation, where a model may think first."""
-    most = source.text_config.get("max_position_embeddings")
-    return min(_MOST_TOKENS, most // 2) if isinstance(most, int) else _MOST_TOKENS
 
 
 def held(

@@ -112,7 +112,7 @@ def ask(monkeypatch, tmp_path):
 
     def found(fault=lambda _: "", *, has_cache: bool = False):
         setup = Setup(vllm=H100, out=tmp_path / "out", extra=PARSER)
-        how = {"setup": setup, "source": None, "k": 0, "has_cache": has_cache}
+        how = {"setup": setup, "source": None, "k": 0, "has_cache": has_cache, "parser": PARSER[:2]}
         station = lossless.Lossless(checkpoint=MODEL, **how)
         native = {"folder": GLM, "as_served": "native", "reason": ""}
         host = Host(model=MODEL, setup=setup, **native)
@@ -146,7 +146,8 @@ def test_every_conversation_is_asked_in_each_way_and_all_are_right(ask):
 
 def test_prefix_caching_has_a_server_of_its_own(tmp_path):
     setup = Setup(vllm=H100, out=tmp_path, extra=PARSER)
-    how = {"setup": setup, "source": None, "k": 0, "has_cache": True}
+    words = tool_calls.parser_words(MODEL.source, PARSER)
+    how = {"setup": setup, "source": None, "k": 0, "has_cache": True, "parser": words}
     alone, load, cached = lossless.Lossless(checkpoint=MODEL, **how).works(MODEL)
     parser = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     assert alone.further == load.further == cached.further == parser
