@@ -292,22 +292,20 @@ def check_all(
         yield checked._replace(unjudged=(*missing, *checked.unjudged))
 
 
-def compare(places: Sequence[str | Path], *, progress: Say = silent, **loads: Any) -> "Comparison":
+def compare(places: Sequence[str | Path], *, progress: Say = silent) -> "Comparison":
     """Lay finished checkpoints of one model next to each other. No GPU is needed, and nothing is
     written.
 
     Args:
         places: folders or Hub ids.
         progress: is called with what is done now.
-        loads: as for `check_all`; by default no vLLM loads them.
 
     Raises:
         KeepMTPError: one cannot be read, or is of another model.
     """
     from .validate.report import comparison
 
-    checked = check_all(places, progress=progress, **loads)
-    return comparison.compare(checked, progress=progress)
+    return comparison.compare(places, progress=progress)
 
 
 def report(path: str | Path) -> "Report":

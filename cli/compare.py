@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from . import exits
-from .check import ServerOptions
-from .options import (
-    GpusOption,
-    JsonOption,
-    PathsArgument,
-    TpsOption,
-    VLLMsOption,
-)
+from .options import JsonOption, PathsArgument
 from .progress import live_line
 from .tables import answer, drawn
 
@@ -27,19 +20,13 @@ if TYPE_CHECKING:
 _COLUMN = 20  # characters of a line that the names of rows take, and that a checkpoint needs
 
 
-def compare(
-    paths: PathsArgument,
-    gpus: GpusOption = None,
-    tps: TpsOption = None,
-    versions: VLLMsOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def compare(paths: PathsArgument, as_json: JsonOption = False) -> None:
     """Show finished checkpoints of one model next to each other: bytes, what loads them, what was
     measured.
 
     From headers alone: bytes by group and scheme, what wrote each, the KV cache, and which versions
-    of vLLM load it by the rules of the static check. With --gpu, vLLM's own classes load each one
-    too, which takes a minute each; --vllm names versions as for `keepmtp check`.
+    of vLLM load it by the rules of the static check; `keepmtp check A B --gpu sm100` lets vLLM's
+    own classes load them.
 
     Where a checkpoint has a NAME.report of the same bytes, its scores, divergence, acceptance and
     speed are shown.
@@ -52,12 +39,10 @@ def compare(
     """
     from .. import api
 
-    loads = ServerOptions(gpus=gpus, tps=tps, versions=versions).words()
     # Of a repository, threads fetch: Ctrl-C ends them, too.
     with live_line() as doing, exits.soon():
-        if "gpus" not in loads:
-            doing("reading headers")
-        found = api.compare(paths, progress=doing, **loads)
+        doing("reading headers")
+        found = api.compare(paths, progress=doing)
     answer(found, _parts(found), as_json=as_json)
 
 

@@ -1,7 +1,7 @@
 """`keepmtp fix`: cures of a finished checkpoint, with its release's MTP block where it has none.
 
 In: a checkpoint, and its release where it lacks a good block. Out: a diff, with --out a new folder,
-and what the check and vLLM's own loaders find of it.
+and what the check finds of it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,19 +16,13 @@ from ..recipes.errors import RecipeError, printable, size_in_words
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Json
 from . import exits
-from .options import (
-    DryRunOption,
-    GpusOption,
-    JsonOption,
-    PathArgument,
-    chosen_gpus,
-)
+from .options import DryRunOption, JsonOption, PathArgument
 from .progress import bytes_bar, live_line
 from .tables import answer, tell
 
 if TYPE_CHECKING:
     from ..cure.fix import Outcome
-    from ..cure.rewritten import Judged, Rewritten
+    from ..cure.rewritten import Rewritten
     from ..quantize.plan.plan import Plan
 
 
@@ -47,10 +41,6 @@ def fix(
     mtp: Annotated[
         str | None, typer.Option(help="With --from: `source`, `bf16`, a scheme without data.")
     ] = None,
-    gpus: GpusOption = None,
-    static_only: Annotated[
-        bool, typer.Option("--static-only", help="Check OUT without vLLM.")
-    ] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,8 +62,8 @@ def fix(
 
     Without --out nothing is written. With it, OUT gets the changed files, and hard links to all
     others, which take no room; PATH stays as it is. Do not edit a linked file in place: it is the
-    same file as PATH's. At the end OUT is checked and, where there is a vLLM, loaded by vLLM's own
-    loaders, on a pretended sm100 or on the GPUs that --gpu names.
+    same file as PATH's. At the end OUT is checked; `keepmtp check OUT --gpu sm100` lets vLLM's own
+    loaders judge it too.
 
     Of a Hub id only headers and small files are read, and OUT gets the changed files alone:
     `hf upload PATH OUT . --create-pr` proposes them. What needs new shards is named.
@@ -87,7 +77,7 @@ def fix(
     """
     from ..checkpoints.source import open_source
     from ..cure.fix import proposed, write
-    from ..cure.rewritten import Judged
+    from ..validate.check.check import examine
     from ..validate.facts.findings import commands
     from . import findings
 
@@ -105,7 +95,7 @@ def fix(
     if block is not None:
         for line in _foreseen(block):
             tell(line)
-    judged = Judged(outcome.after)
+    checked = outcome.after
     written = None
     place = path
     if out is not None and outcome.changes and not dry_run:
@@ -113,9 +103,8 @@ def fix(
         written = write(outcome, out, bar=bytes_bar)
         # Of a repository, OUT has the changed files alone: no checkpoint to judge.
         if proposal.source.folder is not None:
-            judged = _judged(out, gpus, static_only=static_only)
             place = str(out)
-    checked = judged.checked
+            checked = examine(out)
     cures = list[str]()
     if block is None or place != path:  # else its values are in no file yet
         # Names may have changed, and no value has.
@@ -123,17 +112,13 @@ def fix(
     if block is None:
         left = [each for each in checked.data.findings if each.cured_by == "block"]
         cures = commands(left, proposal.source.where)
-    value = findings.check_json(checked.data, checked.accounts) | _changes(outcome, written)
-    value |= {"not_loaded": judged.no_vllm, "cures": cures}
-    if proposal.edits and judged.checked is outcome.after:
+    value = findings.check_json(checked.data) | _changes(outcome, written) | {"cures": cures}
+    if proposal.edits and place == path:
         supposed = checked.data.model_copy(update={"path": f"{path}, as it would be"})
         checked = checked._replace(data=supposed)
-    judged = judged._replace(checked=checked)
     parts = [*_coloured(value["diff"]), *findings.parts(checked.data, path=place)]
-    if judged.no_vllm is not None:
-        parts.append(f"not loaded by vLLM: {judged.no_vllm}")
     status = 0
-    if not judged.ok:
+    if not checked.data.ok:
         status = exits.FINDINGS
     answer(value, [*parts, *_notes(outcome, written, cures)], as_json=as_json, status=status)
 
@@ -142,19 +127,6 @@ def _coloured(diff: Iterable[str]) -> Iterator[RenderableType]:
     for line in diff:
         style = _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], "")
         yield Text(printable(line), style)
-
-
-def _judged(out: Path, gpus: list[str] | None, *, static_only: bool) -> "Judged":
-    """What the check, and vLLM's loaders on these GPUs, say of the new folder."""
-    from ..cure.rewritten import GPUS, judge
-
-    chosen = GPUS
-    if static_only:
-        chosen = ()
-    elif gpus:
-        chosen = chosen_gpus(gpus)
-    with live_line() as doing:
-        return judge(out, gpus=chosen, progress=doing)
 
 
 def _changes(outcome: "Outcome", written: "Rewritten | None") -> Json:
@@ -193,8 +165,6 @@ def _notes(outcome: "Outcome", written: "Rewritten | None", cures: Iterable[str]
     for cure in cures:
         yield f"needs new values: {cure}"
     if written is not None:
-        if proposal.source.folder is None:
-            yield "not loaded by vLLM: OUT has only the files that changed"
         yield written.sentence
     elif outcome.changes:
         yield "nothing is written yet: the same command with --out NEW writes it"

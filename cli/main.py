@@ -77,6 +77,10 @@ WENT: Mapping[str, str] = {
     "check --html": "Use keepmtp check PATH --json, or card",
     "compare --out": "Use keepmtp compare --json",
     "compare --source": "Use keepmtp check PATH --values all --source RELEASE",
+    **dict.fromkeys(
+        ["fix --gpu", "fix --static-only", "compare --gpu", "compare --tp", "compare --vllm"],
+        "Leave it out: keepmtp check PATH --gpu GPU lets vLLM load it",
+    ),
     "eval --run-model-code": "Run humaneval by lm-eval itself, against keepmtp serve",
     "eval --no-plain": "Leave lossless out of --only",
     "eval --depth": "Use keepmtp eval PATH --only tasks,lossless --dataset FILE, of long texts",

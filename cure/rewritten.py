@@ -1,5 +1,4 @@
-"""A new folder from a finished checkpoint: whole or not there, and the old one stays as it is; and
-how it is judged, by the check and by vLLM's own loaders where there is a vLLM.
+"""A new folder from a finished checkpoint: whole or not there, and the old one stays as it is.
 
 In: a `Proposal`. Out: OUT, a checkpoint of its own. What did not change is a hard link, so it takes
 no room and no time; a copy where the file system cannot link. Of a Hub repository that is not here,
@@ -12,7 +11,7 @@ links, and after.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,18 +41,13 @@ from ..checkpoints.proposal import Proposal
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, lay_out, total_bytes
 from ..checkpoints.source import Source, read
-from ..recipes.errors import VLLMError
-from ..recipes.frozen import Bar, Say, silent, unwatched
+from ..recipes.frozen import Bar, unwatched
 from ..recipes.schemes import DTYPE_BITS
-from ..validate.check.check import Checked, examine
-from ..validate.facts.dry_load import GPU
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
 
 _PART = 64 << 20
-GPUS: tuple[GPU, ...] = ("sm100",)
-"""Where nobody names one: the GPU whose kernels take every scheme."""
 
 
 class Rewritten(NamedTuple):
@@ -172,47 +166,6 @@ def _write_shard(path: Path, entries: Iterable[Entry], source: Source) -> None:
                 read(source, entry, part, offset=offset)
                 file.write(part)
         assert file.tell() == layout.num_bytes, f"{path}: bytes of another shape"
-
-
-class Judged(NamedTuple):
-    """What was found of a new checkpoint, and why vLLM was not asked, if it was not."""
-
-    checked: Checked
-    no_vllm: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is no error."""
-        return self.checked.refusal is None and self.checked.data.ok
-
-
-def judge(
-    folder: Path,
-    *,
-    gpus: Sequence[GPU] = GPUS,
-    progress: Say = silent,
-) -> Judged:
-    """Check a folder, then let vLLM's classes load it, on each of these GPUs at TP 1. Without a
-    vLLM there is still the check.
-
-    Args:
-        folder: a checkpoint.
-        gpus: to pretend; none: the check alone.
-        progress: gets a line that says what is done now.
-    """
-    no_vllm = None
-    if gpus:
-        from ..validate.dryload.check_on import check_on
-        from ..validate.facts.vllm_env import find_vllm
-
-        try:
-            vllms = [find_vllm()]
-            (found,) = check_on([str(folder)], vllms=vllms, gpus=gpus, progress=progress)
-            return Judged(found)
-        except VLLMError as error:
-            no_vllm = str(error)
-    progress(f"{folder}: static check")
-    return Judged(examine(folder), no_vllm)
 
 
 def kept_files(source: Source) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import write
-from commands import GLM, assert_shows, keepmtp, ran, refused
+from commands import assert_shows, keepmtp, ran, refused
 from data_files import put_json
 from good_checkpoints import GOOD
 from hub import TOKEN, serving
@@ -79,7 +79,6 @@ def test_json(parent):
         ("fp8_block broken", "broken: config.json: quantization_config: must have the types"),
         ("config", "error: config: config.json: quantization_config: must have the types"),
         ("fp8_block short", "short/model-1.safetensors: must be "),
-        ("fp8_block --vllm 0.33.0", "need a GPU to pretend"),
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(words, says, parent):
@@ -95,21 +94,3 @@ def test_of_a_repository_headers_are_fetched(parent, hub_at, tmp_path, monkeypat
         (one,) = api.compare(["org/model"]).checkpoints
         (local,) = api.compare([parent / "nvfp4a16"]).checkpoints
         assert one.stored == local.stored and one.verdicts == local.verdicts
-
-
-def test_a_dry_load_is_a_row_of_its_own(parent, monkeypatch):
-    """With --gpu; here with the loads of a checkpoint that was checked."""
-    import reports
-    from keepmtp.validate.check.check import examine
-    from keepmtp.validate.dryload.check_on import with_loads
-    from keepmtp.validate.report.comparison import compare, notes, numbered, sections
-
-    bad = reports.account("sm100", 1, failure=reports.REFUSED)
-    checked = with_loads(examine(GLM), [reports.account("sm90", 4), bad])
-    found = compare([checked])
-    (_, table), *_ = sections(numbered(found))
-    rows = dict(table.rows)
-    assert (
-        rows["vLLM 0.32.0 on sm90, TP 4"] == "loads" and rows["vLLM 0.32.0 on sm100, TP 1"] == "no"
-    )
-    assert any(note.startswith("1 in vLLM 0.32.0 on sm100, TP 1: ") for note in notes(found))

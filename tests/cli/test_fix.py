@@ -18,9 +18,8 @@ from written_values import fill, poke
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch) -> Path:
-    """The current folder, with a checkpoint whose fc is in no ignore list, and no vLLM."""
+    """The current folder, with a checkpoint whose fc is in no ignore list."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VLLM_PYTHON", "/nowhere")
     fill(write(Path("F11"), broken("F11")))
     return tmp_path
 
@@ -63,7 +62,6 @@ def test_with_out_a_new_folder_is_written_and_judged(fix, place):
         "# plain on disk, and built quantized by vLLM, which calls them so: mtp.fc",
         '"mtp.layers.0*" + "mtp.fc" ]',
         "check passed new: no findings; values: read of the MTP block's norms alone",
-        "not loaded by vLLM: VLLM_PYTHON: must name a Python that can be run; got /nowhere.",
         "new: files: 1 new, 3 kept. Unchanged files are hard links:",
     )
     config = json_of(place / "new" / "config.json")
@@ -71,11 +69,6 @@ def test_with_out_a_new_folder_is_written_and_judged(fix, place):
     assert "finished before, by the same command" in fix("F11 --out new")
     (place / "new" / "config.json").unlink()
     assert "never overwritten" in fix("F11 --out new", status=2)
-
-
-def test_static_only_does_not_look_for_vllm(fix):
-    said = fix("F11 --out new --static-only")
-    assert "check passed" in said and "not loaded" not in said and "/nowhere" not in said
 
 
 def test_json_has_the_changes_the_diff_and_what_is_left(fix):
@@ -104,7 +97,7 @@ def test_one_command_cures_the_config_and_gives_the_block(fix, place):
     fill(write(place / "release", released("glm-5")))
     said = fix("F1 --out 'a new one'", status=1)
     assert "needs new values: keepmtp fix F1 --from RELEASE --out NEW" in said
-    assert "no findings" in fix("F1 --from release --out whole --static-only")
+    assert "no findings" in fix("F1 --from release --out whole")
     assert (
         json_of(place / "whole" / "config.json")["quantization_config"]["kv_cache_scheme"] is None
     )
@@ -123,7 +116,7 @@ def test_a_block_with_norms_of_zero_is_not_called_good(kv_cache, fix, place):
     case.quantization["kv_cache_scheme"] = kv_cache
     fill(write(place / "glm", case))
     poke(place / "glm", "model.layers.3.enorm.weight", 0.0)
-    said = fix("glm --out new --static-only", status=1)
+    said = fix("glm --out new", status=1)
     assert "error: model.layers.3.enorm.weight\n  its largest value is 0" in said
     assert "--from RELEASE --out NEW" in said
     assert (place / "new").exists() == (kv_cache is not None)

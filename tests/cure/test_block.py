@@ -163,7 +163,7 @@ def test_only_the_block_is_fetched_and_nothing_twice(hub, whole, lost, tmp_path)
 @pytest.mark.full
 def test_of_a_repository_only_new_and_changed_files_are_written(hub, tmp_path):
     at = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    words = f"fix org/lost --from org/release --out {tmp_path}/new --json --static-only"
+    words = f"fix org/lost --from org/release --out {tmp_path}/new --json"
     done = keepmtp(words, **at, status=0)
     files = {path.name for path in (tmp_path / "new").iterdir() if path.name != WORK}
     assert files == {INDEX, "model-mtp-00001-of-00001.safetensors"}, (

@@ -1,6 +1,6 @@
 """`keepmtp compare`: finished checkpoints of one model, next to each other.
 
-In: checked checkpoints. Out: a `Comparison`, and tables with a column for each checkpoint. Headers
+In: folders and Hub ids. Out: a `Comparison`, and tables with a column for each checkpoint. Headers
 are read, and the reports that are there. It needs no GPU and no server.
 
 Easy to get wrong: figures of a report are of the servers that gave them. They are shown next to
@@ -10,6 +10,7 @@ each other, and no difference between them is judged.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from ...checkpoints.dialects.runtime_view import RuntimeView, described
 from ...checkpoints.fact import Count, Fact
@@ -22,7 +23,7 @@ from ...recipes.family_view import Place
 from ...recipes.forms import NOT_COMPUTED
 from ...recipes.frozen import Say, silent
 from ...recipes.runtimes.vllm import KNOWN
-from ..check.check import Checked, examine
+from ..check.check import examine
 from ..check.rules_kv import is_fp8_cache, is_kv_scale, kv_entry
 from ..facts.findings import CheckpointFacts, errors_of
 from ..facts.numbers import percent
@@ -46,7 +47,7 @@ class ComparedCheckpoint(Fact):
         kv_cache: its form, and how many scales there are.
         stored: group -> scheme, form or dtype -> bytes. Scales are counted with their weights, and
             `rest` is all that has no group.
-        verdicts: a vLLM -> the first error of the static check or of its dry load, "" for none.
+        verdicts: a vLLM -> the first error of the static check, "" for none.
         report: what was measured on it; None where nothing was, or `unreported` says why.
     """
 
@@ -66,11 +67,11 @@ class Comparison(Fact):
     checkpoints: tuple[ComparedCheckpoint, ...]
 
 
-def compare(checkpoints: Iterable[Checked], *, progress: Say = silent) -> Comparison:
+def compare(places: Iterable[str | Path], *, progress: Say = silent) -> Comparison:
     """Lay checkpoints of one model next to each other.
 
     Args:
-        checkpoints: with the dry loads that were made.
+        places: folders or Hub ids.
         progress: is called with what is done now.
 
     Raises:
@@ -78,16 +79,12 @@ def compare(checkpoints: Iterable[Checked], *, progress: Say = silent) -> Compar
     """
     first = None
     found = []
-    for checked in checkpoints:
-        path = checked.data.path
-        if checked.refusal is not None:
-            raise checked.refusal
-        with _telling(path):
-            # Where vLLM has nothing to load it with, there are files all the same.
-            runtime = checked.runtime or RuntimeView.of(checked.source or open_source(path))
+    for place in places:
+        with _telling(str(place)):
+            runtime = RuntimeView.of(open_source(place))
             first = first or runtime
             _refuse_other_model(first, runtime)
-            found.append(_compared(checked, runtime, progress))
+            found.append(_compared(runtime, progress))
     return Comparison(checkpoints=tuple(found))
 
 
@@ -117,19 +114,20 @@ def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
         raise CheckpointError(other.source.where, rule, got=got, cure=cure)
 
 
-def _compared(checked: Checked, runtime: RuntimeView, progress: Say) -> ComparedCheckpoint:
+def _compared(runtime: RuntimeView, progress: Say) -> ComparedCheckpoint:
     opened = runtime.source
+    facts = examine(opened).data.facts
     verdicts = {}
     progress(f"{opened.where}: judging it by each vLLM's rules")
     for version in KNOWN:
-        errors = errors_of(examine(opened, vllm=version).data.findings)
-        verdicts[f"vLLM {version}"] = "".join([f"{one.where}: {one.says}" for one in errors[:1]])
-    for load in checked.data.dry:
-        verdicts[f"vLLM {load.vllm} on {load.gpu}, TP {load.tp}"] = load.error
+        says = ""
+        for error in errors_of(examine(opened, vllm=version).data.findings)[:1]:
+            says = f"{error.where}: {error.says}"
+        verdicts[f"vLLM {version}"] = says
     report, doubt = report_of(opened)
     return ComparedCheckpoint(
         path=opened.where,
-        facts=checked.data.facts,
+        facts=facts,
         producer=_producer(runtime),
         kv_cache=_kv_cache(runtime),
         stored=_stored(runtime),
