@@ -3,16 +3,10 @@ to 0.33 from wheels.
 """
 
 import re
-import sys
-from itertools import pairwise
 
 import follow
 import pytest
 from data_files import cases, table
-from keepmtp.recipes.errors import VLLMError
-from keepmtp.validate.dryload.versions import had_vllms
-from keepmtp.validate.facts.vllm_env import find_vllm
-from releases import MODELS
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -71,31 +65,3 @@ def test_a_cure_whose_source_is_another_is_told(tmp_path):
     assert told["step.draft_scales"].startswith("vllm.model_executor.models.step3p5_mtp has ")
     assert told["step.layer_types"] == "the defect is not in 0.33.0: <0.33"
     assert told["heads.k_exaone"].startswith("gone: ExaoneMoeForCausalLM.__init__ of ")
-
-
-@pytest.mark.full
-@pytest.mark.vllm
-def test_from_0_31_over_0_32_to_0_33(monkeypatch, capsys, tmp_path):
-    """Two families whose defects ended, one in each step."""
-    try:
-        found = had_vllms(["0.31.0,0.32.0,0.33.0"], find_vllm())[0]
-    except VLLMError as error:
-        pytest.skip(f"the package index gives no wheel: {error}")
-    monkeypatch.setattr(follow, "KEPT", tmp_path)
-    monkeypatch.setattr(follow, "PAGE", tmp_path / "versions.md")
-    follow.PAGE.touch()
-    for model in {*MODELS} - {"longcat-flash-chat", "step-3.5-flash"}:
-        monkeypatch.delitem(MODELS, model)
-    told = list[str]()
-    for old, new in pairwise(vllm.version for vllm in found):
-        monkeypatch.setattr(sys, "argv", ["follow", new, "--since", old])
-        follow.main()
-        told.append(capsys.readouterr().out)
-    for name in ("nemotron_h_mtp.py", "inkling/nvidia/mtp.py", "models/step3p7.py"):
-        assert f"{name}\n    recipes/families/" in told[1]
-    defect = "released\n    loads with cures: a defect of vLLM, not of the checkpoint: {}"
-    assert f"longcat-flash-chat, {defect.format('its target skips')}" in told[0]
-    assert "longcat" not in told[1].partition("families that")[2]
-    assert f"step-3.5-flash, {defect.format('it cuts layer_types')}" in told[1]
-    assert "any_model\n    False -> True" in told[1] and "step5" in told[1]
-    assert "| family | 0.31.0 | 0.32.0 | 0.33.0 |" in (tmp_path / "versions.md").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import GLM, assert_shows, ran
-from data_files import cases, json_of
+from data_files import cases
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.plan.checkpoint_as_model import ModelWord, model_name, model_word
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -56,16 +56,6 @@ def test_a_recipes_name_comes_before_a_folder_of_that_name(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("glm-4.7").mkdir()
     assert model_word("glm-4.7").is_recipe and not model_word("./glm-4.7").is_recipe
-
-
-@pytest.mark.full
-def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path):
-    said = ran(f"quantize '{fine_tune}' --scheme NVFP4A16_fp8", cwd=tmp_path)
-    assert "check passed" in said
-    record = json_of(tmp_path / "out" / "My-Tune-v1.2.nvfp4a16-fp8" / "keepmtp.json")
-    assert record["source"].items() >= {"name": fine_tune.name, "revision": "local"}.items()
-    recipe = record["recipe"]
-    assert recipe["family"] == "glm4_moe" and recipe["backbone"]["experts"] == "NVFP4A16"
 
 
 @pytest.mark.full

@@ -129,40 +129,6 @@ def test_backbone_computes_what_the_source_computes(default):
     assert (before.argmax(-1) == after.argmax(-1)).float().mean() > 0.9
 
 
-# In a process of its own: llm-compressor's loader changes transformers' global registry of
-# checkpoint conversions.
-LINEARIZED = """
-import sys, torch, transformers.monkey_patching as patching
-from llmcompressor.modeling.moe.linearize import load_quantizable_moe
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-def names_or_nothing(module):
-    try:
-        return dir(module)
-    except ModuleNotFoundError:
-        return []
-
-patching.dir = names_or_nothing  # transformers 5.17 calls dir() there on modules that need torchvision
-folder, out, *prompts = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(folder)
-with load_quantizable_moe():
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-with torch.no_grad():
-    logits = [model(**tokenizer(prompt, return_tensors="pt")).logits[0].float() for prompt in prompts]
-torch.save(torch.cat(logits), out)
-"""
-
-
-@pytest.mark.full
-def test_nvfp4_experts_compute_what_the_source_computes(tmp_path_factory):
-    """transformers' stacked experts cannot read NVFP4; llm-compressor's linearized ones can."""
-    plan, out = make("tiny-glm4-moe", tmp_path_factory, scheme="nvfp4a16-fp8")
-    saved = out.with_name("logits.pt")
-    captured([sys.executable, "-c", LINEARIZED, str(out), str(saved), *PROMPTS], status=0)
-    similarity = torch.cosine_similarity(logits_of(plan.source.folder), torch.load(saved), dim=-1)
-    assert similarity.min() > 0.85 and similarity.mean() > 0.98, similarity
-
-
 @pytest.mark.few(8, 16)
 @pytest.mark.parametrize("mtp", ["source", "FP8_DYNAMIC", "W4A16", "NVFP4A16"])
 @pytest.mark.parametrize(

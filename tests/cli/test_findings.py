@@ -6,9 +6,8 @@ import io
 import re
 from pathlib import Path
 
-import pytest
 from checkpoint_files import write
-from commands import ROOT, assert_shows, keepmtp
+from commands import ROOT, assert_shows
 from data_files import cases, printed
 from good import outputs_of, plan_of_recipe
 from keepmtp.cli.findings import parts, with_path
@@ -128,23 +127,6 @@ def test_a_stranger_moves_no_cursor():
     assert not set("\x1b\r\u202e\ud800") & set(text)
     assert r"evil\x1b[2J\u202e\ud800\r[red]x" in text
     assert len(shown(found(ERROR.model_copy(update={"says": "x" * 1_000_000})))) < 10_000
-
-
-@pytest.mark.full
-def test_a_strangers_folder_prints_no_escape(tmp_path):
-    """Every verb that reads headers, end to end: a tensor, the folder and a file with escapes in
-    their names.
-    """
-    config, tensors = source_layout("glm-4.7", size="tiny")
-    tensors["model.layers.0.\x1b[2Jevil\u202e.weight"] = next(iter(tensors.values()))
-    folder = write_checkpoint(tmp_path / "a\x1b[2J[bold]b", config, tensors)
-    (folder / "x\x1b[31m.json").write_text("{}")
-    said = ""
-    for words in ("check", "plan glm-4.7 --source", "quantize glm-4.7 --source"):
-        done = keepmtp(words, folder, cwd=tmp_path)
-        assert "Traceback" not in done.stderr and done.returncode in (0, 1, 2)
-        said += done.stdout + done.stderr
-    assert not {"\x1b", "\u202e"} & set(said) and "\\x1b[2J" in said
 
 
 def test_what_is_printed_is_a_text():

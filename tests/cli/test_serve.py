@@ -3,7 +3,6 @@
 tests/vllm/test_serve_verb.py has the real server.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -17,7 +16,6 @@ import pytest
 import stations
 from checkpoint_files import write
 from commands import GLM, free_port, ran, refused, started
-from data_files import json_of
 from good import outputs_of, plan_of_recipe
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.files import remove_left, write_whole
@@ -113,18 +111,6 @@ def test_no_vllm():
     refused(f"serve {GLM}", says="VLLM_PYTHON", VLLM_PYTHON="/no/python")
 
 
-@pytest.mark.full
-def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
-    """The twin: layers that vLLM's draft counts and the files do not have."""
-    folder = shutil.copytree(GLM, tmp_path / "glm")
-    config = json_of(folder / "config.json")
-    write_whole(folder / "config.json", json.dumps(config | {"num_nextn_predict_layers": 2}))
-    first = json.loads(ran(f"check {folder} --json", status=1))["findings"][0]
-    says = f"must pass the check before it is served; got {first['where']}: "
-    for part in (says, first["cure"]):
-        refused(f"serve {folder} --dry-run", says=part, status=1)
-
-
 @pytest.mark.parametrize(
     "tensor, value, says",
     [
@@ -167,19 +153,6 @@ def test_quantize_prints_a_line_that_works(model, is_cured, tmp_path, capsys):
     print_command(opened, best, (), cures, host="::1", port="81", as_json=False)
     _, line = capsys.readouterr().out.splitlines()
     assert line.startswith(f"env KEEPMTP_CURES={','.join(cures)} vllm serve") == is_cured
-
-
-@pytest.mark.full
-def test_the_command():
-    said = ran(f"serve {GLM} -k 3 --dry-run -- --max-model-len 2048")
-    drafts = """--speculative-config '{"method":"mtp","num_speculative_tokens":3}'"""
-    assert said.splitlines() == [
-        "# k=3: as you say",
-        f"vllm serve {GLM} {drafts} --host 127.0.0.1 --port 8000 --max-model-len 2048",
-    ]
-    told = json.loads(ran(f"serve {GLM} -k 0 --dry-run --json"))
-    here = ["--host", "127.0.0.1", "--port", "8000"]
-    assert told["words"] == ["vllm", "serve", str(GLM), *here] and told["why"] == "as you say"
 
 
 # --- which k --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from data_files import json_of, table
 from good import llmcompressor, ours, released
 from hub import Fault, Hub, serving
 from keepmtp import pipeline
-from keepmtp.checkpoints.files import WORK, partial_path
+from keepmtp.checkpoints.files import partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.cure.diff import diffs
 from keepmtp.cure.fix import Outcome, proposed
@@ -158,20 +158,6 @@ def test_only_the_block_is_fetched_and_nothing_twice(hub, whole, lost, tmp_path)
     hub.faults.append(Fault(r"GET /org/release/resolve/.*safetensors", spoils="truncate", times=2))
     assert tensors_of(write_fixed(made, tmp_path / "cut").folder) == tensors_of(whole)
     assert asked(hub) == count + 2
-
-
-@pytest.mark.full
-def test_of_a_repository_only_new_and_changed_files_are_written(hub, tmp_path):
-    at = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    words = f"fix org/lost --from org/release --out {tmp_path}/new --json"
-    done = keepmtp(words, **at, status=0)
-    files = {path.name for path in (tmp_path / "new").iterdir() if path.name != WORK}
-    assert files == {INDEX, "model-mtp-00001-of-00001.safetensors"}, (
-        "config.json says all that is needed"
-    )
-    said = json.loads(done.stdout)
-    assert said["ok"] and set(said["new"]) == files and said["block"]["bytes"]["written"]
-    assert "read: " in done.stderr and " of org/release, the MTP block alone" in done.stderr
 
 
 def test_a_repository_whose_old_block_shares_a_file_must_be_downloaded(hub, tmp_path):

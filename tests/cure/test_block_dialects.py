@@ -12,10 +12,7 @@ from foreign_form import in_hf_quant_config, modelopt
 from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cure.fix import Outcome, proposed
-from keepmtp.cure.fix import write as write_fixed
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.dryload.check_on import check_on
-from keepmtp.validate.facts.vllm_env import find_vllm
 from written_values import without_block
 
 # A draft with a checkpoint of its own has no block to lose.
@@ -114,38 +111,3 @@ def test_native_fp8_takes_the_releases_own_bytes(tmp_path):
 
 
 # --- vLLM loads the result ------------------------------------------------------------------------
-
-# The backbone's maker and scheme, and the block's word.
-KNOWN = {
-    "glm-4.7": (modelopt, "NVFP4", None),
-    "qwen3.5-397b": (modelopt, "NVFP4", None),
-    "glm-4.7-flash": (ours, "NVFP4A16", "W4A16"),
-    "dsv4-flash": (ours, "NVFP4", "source"),
-    "step-3.5-flash": (ours, "NVFP4A16", None),
-    "step-3.7-flash": (ours, "NVFP4A16", "bf16"),
-}
-
-
-@pytest.mark.full
-@pytest.mark.vllm
-def test_vllm_loads_the_block(tmp_path):
-    """Written from random releases; one vLLM judges all. vllm #44087: the block of Step's flash
-    models is right, and vLLM 0.32.0 cannot construct the draft.
-    """
-    folders = {}
-    for name, (make, scheme, word) in KNOWN.items():
-        config, tensors = releases.source_layout(name)
-        place = tmp_path / name
-        release = releases.write_checkpoint(place / "release", config, tensors, data="random")
-        lost = write(place / "lost", without_block(make(name, scheme)))
-        made = proposed(str(lost), release=open_source(release), mtp=word)
-        folders[name] = str(write_fixed(made, place / "new").folder)
-    found = check_on(list(folders.values()), vllms=[find_vllm()], gpus=["sm100"])
-    for name, checked in zip(folders, found, strict=True):
-        (load,), findings = checked.data.dry, checked.data.findings
-        if name.startswith("step"):
-            errors = [each for each in findings if each.severity == "error"]
-            assert {each.rule for each in errors} == {"vllm-defect"}, name
-            assert all("vLLM 0.32.0" in each.says for each in errors), errors
-        else:
-            assert findings == () and load.failure is None and load.draft.num_params > 10, name

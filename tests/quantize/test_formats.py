@@ -25,7 +25,6 @@ from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.check.check import check
 from outputs import digests
-from real_vllm import QWEN, in_vllm
 from safetensors.torch import load_file, save_file
 from writing import weights_of
 from written_values import fill, poke, tensors_of
@@ -236,20 +235,3 @@ def test_a_scale_of_zero_is_named(tmp_path):
 def test_a_format_that_it_has_is_refused(twins):
     command = f"quantize {twins['modelopt']} --set format=modelopt"
     refused(command, says="got modelopt, which it is in already. There is nothing to do")
-
-
-@pytest.mark.full
-@pytest.mark.vllm
-def test_vllm_computes_the_same_logits_from_both(tmp_path):
-    """FP8, which vLLM's CPU kernels have: the target's states and the draft's logits, bit for
-    bit.
-    """
-    first, other = tmp_path / "first", tmp_path / "other"
-    choices = {"source": str(QWEN), "scheme": "fp8-dynamic", "mtp": "FP8_DYNAMIC"}
-    quantize(*plan_for("tiny-qwen3_5", **choices), out=first)
-    converted(first, other)
-    how = {"prompts": [[5, 9, 33, 120, 7, 66]], "num_drafts": 2}
-    jobs = [how | {"folder": f"{each}", "out": f"{each}.st"} for each in (first, other)]
-    one, two = map(load_file, in_vllm("dump_drafts.py", jobs))
-    assert one.keys() == two.keys() and {"0.hidden", "0.first", "0.last"} <= one.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)

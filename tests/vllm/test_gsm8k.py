@@ -6,33 +6,20 @@ the first.
 """
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import written_values
 from commands import GLM, KEEPMTP, ROOT, captured
-from data_files import json_of, put_json
-from keepmtp.checkpoints.identity import identify
-from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.run.progress import Step
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.measure import harness
-from keepmtp.validate.measure.harness import COPY, Model, Setup
-from keepmtp.validate.measure.lm_eval_task import questions
-from keepmtp.validate.measure.server import ServerFailed, serving
-from keepmtp.validate.measure.store import AnswersHeader, read_lines
-from keepmtp.validate.measure.tasks import Tasks
+from keepmtp.validate.measure.harness import COPY
 from keepmtp.validate.report.report import verify
-from processes import MARK, marked, none_left
-from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source, measure
+from processes import MARK, none_left
+from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source
 from releases import made_of
 from wheel import stranger
 
@@ -191,35 +178,19 @@ def test_with_mtp_off_the_checkpoint_answers_the_same(found):
     assert reasons(found)["drafting"]["verdict"] == "pass"
 
 
-def run_all(
-    keepmtp: Keepmtp, made: Path, source: Path, cwd: Path = ROOT
-) -> tuple[int, list[str], str]:
-    """The commands of `make all`: exit status, the verbs that ran, and what they printed."""
-    verbs = list[str]()
-    said = ""
-    for line in (
-        f"quantize tiny-glm4-moe --source {source} --out {made}",
-        f"check {made} --record --gpu sm100",
-        f"eval {made} --",
-        f"card {made}",
-    ):
-        verb, *words = line.split()
-        if verb == "eval":
-            words += WORDS
-        done = keepmtp(verb, *words, cwd=cwd)
-        verbs.append(verb)
-        said += done.stdout + done.stderr
-        if done.returncode:
-            break
-    return done.returncode, verbs, said
-
-
 @pytest.mark.full
 def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, found):
-    """As after a run that was cut off behind the evaluation: what is there is not done again."""
+    """The commands of `make all`, as after a run that was cut off behind the evaluation: what is there
+    is not done again.
+    """
     logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
-    status, verbs, said = run_all(keepmtp, made, source_of(made))
-    assert (status, verbs) == (0, ["quantize", "check", "eval", "card"]), said
+    for line in (
+        f"quantize tiny-glm4-moe --source {source_of(made)} --out {made}",
+        f"check {made} --record --gpu sm100",
+        f"eval {made} -- {' '.join(WORDS)}",
+        f"card {made}",
+    ):
+        keepmtp(*line.split(), status=0)
     assert {path: path.stat().st_mtime_ns for path in logs} == logs and len(logs) == 4
     evaluation = verify(made.with_name("glm.report")).evaluation
     assert evaluation is not None and evaluation.model_dump(mode="json") == found["evaluation"]
@@ -229,31 +200,6 @@ def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, f
     words = f"publish {made} --repo org/glm --dry-run --json".split()
     ready = keepmtp(*words, status=0, HF_HUB_OFFLINE="1")
     assert "model-00002-of-00002.safetensors" in ready.stdout, ready.stderr
-
-
-@pytest.mark.full
-def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
-    """The same bytes, their BF16 MTP layer claimed by the FP8 group: the check is red, and no
-    server is started.
-
-    The current folder holds another package of keepmtp's name, whose code nobody asked for.
-    """
-    twin = shutil.copytree(made, tmp_path / "twin")
-    config = json_of(twin / "config.json")
-    config["quantization_config"]["ignore"] = []
-    for group in config["quantization_config"]["config_groups"].values():
-        if group["weights"]["num_bits"] == 8:
-            group["targets"].append(r"re:.*\.layers\.3\..*")
-    put_json(twin / "config.json", config)
-    stranger_package = tmp_path / "elsewhere" / "keepmtp"
-    stranger_package.mkdir(parents=True)
-    (stranger_package / "__init__.py").write_text(
-        "raise SystemExit('the code of the current folder ran')"
-    )
-    status, verbs, said = run_all(keepmtp, twin, source_of(made), cwd=stranger_package.parent)
-    assert (status, verbs) == (1, ["quantize"]) and "model.layers.3" in said, said
-    assert not (tmp_path / "twin.report" / "logs").exists()
-    assert not (tmp_path / "twin.card").exists()
 
 
 @pytest.mark.full
@@ -267,56 +213,3 @@ def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
     assert gate["verdict"] == told["judgement"]["verdict"] == "regression", gate
     for pair in told["evaluation"]["paired"]:
         assert pair["high"] < -0.02 and pair["only_source"] > pair["only_checkpoint"]
-
-
-@pytest.mark.full
-def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, monkeypatch):
-    """Its engine is killed after some answers to the first of two tasks. The next run ends as an
-    undisturbed one.
-    """
-    protocol = found["evaluation"]["protocol"]
-    second = {"task": "gsm8k_platinum", "limit": 20, "max_tokens": 128}
-    asked = [questions(Evaluation(**protocol)), questions(Evaluation(**(protocol | second)))]
-    started = []
-    model = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
-    setup = Setup(vllm=find_vllm(), out=tmp_path, timeout=400, extra=UNIPROC)
-    how = {"setup": setup, "confidence": 0.95, "has_plain": False, "asked": tuple(asked)}
-    how |= {"source": None, "checkpoint": model}
-
-    def counted(*words, **settings):
-        started.append(settings["extra"])
-        return serving(*words, **settings)
-
-    monkeypatch.setattr(harness, "serving", counted)
-
-    mark = uuid4().hex
-    monkeypatch.setenv(MARK, mark)
-
-    def kill(step: Step) -> None:
-        if not step.doing and step.done >= 50:
-            for process, words in marked(mark).items():
-                if "EngineCore" in words:
-                    os.kill(process, signal.SIGKILL)
-
-    with pytest.raises(ServerFailed) as caught:
-        measure(Tasks(**how | {"setup": replace(setup, watch=kill)}))
-    (path,) = tmp_path.glob("gsm8k.checkpoint.*.jsonl")
-    samples = read_lines(path, AnswersHeader)
-    message = str(caught.value)
-    assert (
-        f" of {NUM} for the checkpoint; got " in message
-        and f"only the {len(samples.missing)} that" in message
-    )
-    assert "Error" in message.partition("; got ")[2], "in vLLM's words"
-    assert 50 <= len(samples.lines) < NUM and samples.sittings
-
-    fact = measure(Tasks(**how))
-    assert started[0] == started[1] and len(started) == 2, (
-        "one server for all tasks, with room for the longest one"
-    )
-    assert fact.tasks[0].checkpoint.num_questions == 20 and fact.tasks[0].checkpoint.sittings == 1
-    undisturbed = found["evaluation"]["source"]
-    assert fact.checkpoint.sittings == 2 and fact.checkpoint.num_questions == NUM
-    assert [score.model_dump() for score in fact.checkpoint.scores] == undisturbed["scores"]
-    assert fact.checkpoint.num_tokens == undisturbed["num_tokens"]
-    assert fact.source is None and not fact.paired

@@ -2,9 +2,7 @@
 calibrated.
 """
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -234,39 +232,3 @@ def test_batches_count_where_something_is_calibrated(tmp_path):
     written(plan, tmp_path / "free")
     provenance = json_of(tmp_path / "free/keepmtp.json")
     assert "calibration" not in provenance and "llmcompressor" not in provenance["versions"]
-
-
-RANK = """
-import sys
-from pathlib import Path
-from calibrated import planned
-from keepmtp.quantize.run.ranks import joined
-from keepmtp.quantize.run.statistics import Statistics
-from keepmtp.quantize.write.writer import write
-source, statistics, partial = map(Path, sys.argv[1:])
-seen = []
-with joined() as ranks:
-    plan = planned(source, model="tiny-glm4-moe")
-    write(plan, partial, recipe_text="", threads=2, statistics=Statistics.open(statistics), ranks=ranks,
-          progress=seen.append)
-    assert (partial / "keepmtp.json").is_file() and len(plan.shards) > 1
-    assert sum(seen) == sum(plan.entries[n].num_bytes for t in plan.tensors if t.outputs for n in t.inputs)
-"""
-
-
-@pytest.mark.full
-def test_two_processes_write_what_one_writes(tmp_path):
-    """Each takes every second shard, and neither goes on before the whole is there."""
-    plan = planned(GLM, model="tiny-glm4-moe")
-    written(plan, tmp_path / "one", statistics=saved(tmp_path / "statistics", made_up(plan)))
-    (tmp_path / "two").mkdir()
-    folders = [GLM, tmp_path / "statistics", tmp_path / "two"]
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", tmp_path / "rank.py"]
-    (tmp_path / "rank.py").write_text(RANK)
-    helpers = {"PYTHONPATH": str(Path(__file__).parents[2] / "helpers")}
-    subprocess.run([*command, *folders], env=os.environ | helpers, check=True, timeout=120)
-    one, two = (
-        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir() if path.is_file()}
-        for folder in ("one", "two")
-    )
-    assert one == two

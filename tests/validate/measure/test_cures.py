@@ -127,11 +127,3 @@ def test_a_result_says_what_was_applied(folder, tmp_path):
     assert says in (tmp_path / "out" / "serve.json").read_text()
     plain = keepmtp(words, VLLM_PYTHON=python, KEEPMTP_CURES="0", status=0)
     assert "mended" not in plain.stdout + plain.stderr, "other answers, with a file of their own"
-
-
-@pytest.mark.full
-def test_the_command_carries_them(folder, tmp_path):
-    done = keepmtp(f"serve {folder} --dry-run", VLLM_PYTHON=str(stub_vllm(tmp_path)), status=0)
-    (line,) = done.stdout.splitlines()[1:]
-    assert line.startswith(f"env KEEPMTP_CURES={STEP} vllm serve ")
-    assert "KEEPMTP_CURES=0 serves" in done.stderr

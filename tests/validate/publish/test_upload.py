@@ -19,7 +19,7 @@ import hub as loopback
 import measured
 import pytest
 from commands import captured, shell
-from data_files import cases, table
+from data_files import cases
 from hub import FIRST_COMMIT, READ_ONLY, TOKEN, Fault, Hub, other_hash
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.cli import main
@@ -435,29 +435,6 @@ def test_xet_sends_the_same_bytes(hub, folder):
 
 
 # --- Faults of the network ------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_faults_that_pass_lose_nothing(hub, folder):
-    """429 with Retry-After, 5xx before, during and after the upload, and a shard cut in the middle,
-    twice.
-    """
-    hub.faults = [Fault(**row) for row in table("validate/publish/test_upload")["PASSING"]]
-    ended = publish(hub, folder, "--json")
-    assert not any(fault.times for fault in hub.faults), "every fault has happened"
-    assert "429: sent with Bearer <token>; trying again in 1 s" in ended.stderr
-    told = json.loads(ended.stdout)
-    assert (
-        told["url"] == f"{hub.endpoint}/{REPO}"
-        and told["private"] is True
-        and told["verified"] is True
-    )
-    assert told["commit"] == hub.repos[REPO].head
-    assert (
-        told["uploaded_bytes"] == sum(file["bytes"] for file in told["files"])
-        and told["kept_files"] == []
-    )
-    whole(hub, folder)
 
 
 def test_a_run_that_is_killed_continues(hub, folder):

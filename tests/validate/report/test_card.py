@@ -699,16 +699,6 @@ def test_a_plain_checkpoint_has_tags_of_no_scheme(made):
     assert tags == [reports.bare().facts.dialect, "mtp", "speculative-decoding", "vllm", "keepmtp"]
 
 
-@pytest.mark.full
-def test_a_card_names_the_repository_that_it_is_published_to(own):
-    """What is sent names it; the folder's card, which knows no repository, stays as it is."""
-    files, sent = card.verified_files(own), card.verified_files(own, repository="me/Tiny-NVFP4")
-    assert {name for name in files if files[name] != sent[name]} == {"README.md"}
-    text = sent["README.md"].decode()
-    assert "vllm serve me/Tiny-NVFP4 \\\n  --speculative-config '{" in text
-    assert "`ORG` is the owner" not in text
-
-
 # --- the base model -------------------------------------------------------------------------------
 
 RELEASE = "org/Release"

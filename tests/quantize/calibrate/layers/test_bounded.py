@@ -3,12 +3,10 @@ bit for bit.
 """
 
 from functools import cache
-from multiprocessing import get_context
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from keepmtp.quantize.calibrate.layers import awq, gptq
 from keepmtp.quantize.calibrate.layers.awq import _Cache
 from keepmtp.quantize.calibrate.layers.gptq import Hessians
@@ -23,15 +21,13 @@ from torch.utils._pytree import tree_leaves
 pytestmark = pytest.mark.usefixtures("in_f32")
 
 
-def moe_layer(
-    scheme: str = "W4A16", algorithm: str = "gptq", *, share: slice = slice(None), **options
-) -> Calibrated:
-    """A layer of four experts and a shared one, on a share of three batches."""
+def moe_layer(scheme: str = "W4A16", algorithm: str = "gptq", **options) -> Calibrated:
+    """A layer of four experts and a shared one, on three batches."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, 500, (2, 32), generator=generator) for _ in range(3)]
     hidden = [torch.randn(2, 32, 256, generator=generator).bfloat16() for _ in range(3)]
     skeleton = Skeleton(GLM)
-    batches = skeleton.enter(1, ids[share], hidden[share])
+    batches = skeleton.enter(1, ids, hidden)
     return skeleton.calibrated(batches, scheme, algorithm=algorithm, **options)
 
 
@@ -199,40 +195,3 @@ def test_awqs_caches_are_as_large_as_counted(monkeypatch):
     moe_layer(algorithm="awq")
     counted = 2 * 3 * 64 * sum(input_widths("w4a16-awq"))
     assert 0.8 < counted / sum(kept) < 1.25
-
-
-# --- several ranks --------------------------------------------------------------------------------
-
-
-def on_rank(rank: int, store: str) -> None:
-    """Two modules share an input, and a third does not; then AWQ in groups and at once."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    modules = [nn.Linear(8, 4) for _ in range(3)]
-    a, b, c, d = torch.randn(4, 2, 5, 8, generator=torch.Generator().manual_seed(0))
-    found = hessians_of(modules)
-    for number, value in zip((0, 1, 2), ([a, a, b], [c, c, d])[rank], strict=True):
-        found.add(modules[number], (value,))
-    found.finish()
-    assert len(matrices(found)) == 2
-    for module, values in zip(modules, ([a, c], [a, c], [b, d]), strict=True):
-        torch.testing.assert_close(found.sums[module].matrix, summed(module, values))
-        assert found.sums[module].samples[module] == 4
-    results = []
-    for size in (2**40, 1):
-        awq.host_room = Mock(return_value=size)
-        results.append(moe_layer(algorithm="awq", share=slice(rank, None, 2)))
-    assert_equal(*results)
-    dist.destroy_process_group()
-
-
-@pytest.mark.full
-def test_ranks_agree(tmp_path):
-    forks = get_context("fork")
-    processes = [forks.Process(target=on_rank, args=(rank, str(tmp_path / "s"))) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
