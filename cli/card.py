@@ -54,7 +54,6 @@ def card(
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
     # A checkpoint that failed its gates gets a card too, which says so first; `keepmtp publish`
     # refuses it.
-    judged = report.judgement.verdict
-    says = report.verdict.says
-    found = {"card": str(made), "files": files, "verdict": judged, "says": says}
+    judged = report.judgement
+    found = {"card": str(made), "files": files, "verdict": judged.verdict, "says": judged.says}
     answer(found, [in_words(found)], as_json=as_json)

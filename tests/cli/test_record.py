@@ -93,7 +93,6 @@ def test_a_checkpoint_with_errors_has_a_record_too(folder):
     ran(f"check {folder} --record", status=1)
     full = verify(report_folder(folder))
     assert full.judgement is not None and full.judgement.verdict == "regression"
-    assert not full.verdict.ok
 
 
 @pytest.mark.full

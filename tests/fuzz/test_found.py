@@ -164,7 +164,7 @@ def test_results_that_are_sealed_anew_do_not_hide_the_headers(change, says, tmp_
     change(tmp_path)
     seal(tmp_path)
     if not says:
-        assert of_checkpoint(tmp_path / "NAME").verdict.ok
+        assert of_checkpoint(tmp_path / "NAME").judgement.verdict == "pass"
         return
     with pytest.raises(CheckpointError, match=says):
         of_checkpoint(tmp_path / "NAME")

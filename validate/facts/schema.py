@@ -4,7 +4,7 @@ In and out: the file itself. `report.py` fills it, and `validate/report/card.py`
 card from it and from nothing else.
 
     schema, keepmtp, vllm, made_at   11, what wrote it, the vLLM that judged, when (UTC)
-    path, verdict {ok, label, says}  the checkpoint, and the sentence on top of the page
+    path                             the checkpoint
     facts                            family, dialect, counts, bytes, forms of the MTP block
     findings [...]                   origin, severity, where, says, cure, rule, count
     dry [...]                        a version, GPU and TP each: vllm, gpu, tp, k, ok, error, ...
@@ -29,7 +29,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, create_model
 
-from ...checkpoints.fact import Fact
 from ...checkpoints.identity import Identity
 from ...recipes.protocol import Gates
 from .results import MEASURED, CheckData, in_order
@@ -46,13 +45,11 @@ class JudgementFact(HasVerdict):
     gates: Gates
     reasons: Annotated[tuple[ReasonFact, ...], Field(min_length=1)]
 
-
-class VerdictFact(Fact):
-    """The sentence on top, and how far the checkpoint came in a word or three."""
-
-    ok: bool
-    label: Literal["No fault found", "Loads", "Served", "Loads and drafts", "Not ready"]
-    says: str
+    @property
+    def says(self) -> str:
+        """What decides it: the first reason with this verdict, or that of acceptance."""
+        says = {one.gate: one.says for one in self.reasons if one.verdict == self.verdict}
+        return says.get("acceptance", next(iter(says.values())))
 
 
 # A part for each station that measures.
@@ -64,12 +61,12 @@ class FullReport(_Measured):
     """The file; see the module's docstring."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+    dropped = frozenset({"verdict"})
 
     version: Literal[11] = Field(default=11, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str
-    verdict: VerdictFact
     judgement: JudgementFact
     identity: Identity | None = None
     results: Mapping[str, str] = Field(default_factory=dict)

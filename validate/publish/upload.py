@@ -175,11 +175,10 @@ def _refuse_red(verified: FullReport, evidence: Path) -> None:
     if judgement.verdict == "pass":
         return
     place = shlex.quote(str(evidence.with_suffix("")))
-    why = [reason.says for reason in judgement.reasons if reason.verdict == judgement.verdict]
     raise GateError(
         evidence / report.JSON_FILE,
         "only a checkpoint that passes is published",
-        got=f"{judgement.title} ({why[0].rstrip('.')})",
+        got=f"{judgement.title} ({judgement.says.rstrip('.')})",
         cure=f"Run `keepmtp eval {place} --only gates` for the whole story",
     )
 

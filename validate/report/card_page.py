@@ -120,7 +120,7 @@ def page(facts: CardFacts) -> str:
 def _blocks(facts: CardFacts) -> Iterator[Block]:
     report = facts.report
     yield title(facts.name, 1)
-    yield from _verdict(report)
+    yield _verdict(report)
     yield from _summary(facts)
     yield from _results(facts)
     yield from _gates(report)
@@ -132,19 +132,16 @@ def _blocks(facts: CardFacts) -> Iterator[Block]:
     yield from _made_with(facts)
 
 
-def _verdict(report: FullReport) -> Iterator[Block]:
+def _verdict(report: FullReport) -> Md:
     """The sentence that a reader came for."""
     judged = report.judgement
+    start = "**This checkpoint passes its gates.**"
     if judged.verdict == "regression":
-        kind = "CAUTION"
-        says = "Regression: this checkpoint failed its gates."
+        start = "> [!CAUTION]\n> **Regression: this checkpoint failed its gates.**"
     elif judged.verdict == "infeasible":
-        kind = "WARNING"
         says = "Not measured: too little is known of this checkpoint to pass or fail it."
-    else:
-        yield Md(f"**{inline(report.verdict.label)}.** {inline(report.verdict.says)}")
-        return
-    yield Md(f"> [!{kind}]\n> **{says}** {inline(report.verdict.says)}")
+        start = f"> [!WARNING]\n> **{says}**"
+    return Md(f"{start} {inline(judged.says)}")
 
 
 def _summary(facts: CardFacts) -> Iterator[Block]:

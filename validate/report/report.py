@@ -1,5 +1,4 @@
-"""report.json: made from the result files of one checkpoint, and checked against them; and the one
-sentence on top of it.
+"""report.json: made from the result files of one checkpoint, and checked against them.
 
 In: what the stations left in the evidence folder (results.py), or their values. Out: a `FullReport`
 (schema.py), written as report.json.
@@ -24,14 +23,12 @@ from ...checkpoints.identity import Identity, file_sha256, identify, measured_an
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD
 from ...checkpoints.source import open_source
-from ...recipes.errors import CheckpointError, counted, first_fault
+from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Gates
 from ...recipes.runtimes.vllm import NEWEST, is_known
 from ..check.check import examine
 from ..check.pair import of_draft
-from ..facts.dry_load import newest, places, with_cures
 from ..facts.findings import errors_of
-from ..facts.numbers import percent
 from ..facts.results import (
     STATIONS,
     CheckData,
@@ -39,14 +36,13 @@ from ..facts.results import (
     checkpoint_folder,
     command,
     file_of,
-    in_order,
     read_result,
     report_folder,
 )
-from ..facts.schema import FullReport, JudgementFact, VerdictFact
-from ..facts.served import TargetFact, drafted, is_same
+from ..facts.schema import FullReport, JudgementFact
+from ..facts.served import TargetFact, is_same
 from .check_data import record_static
-from .gates import decided_in, judge, verdict_on
+from .gates import decided_in, judge
 
 JSON_FILE = "report.json"
 
@@ -75,17 +71,15 @@ def assemble(
         results: SHA-256 of the result files by name.
         measured: by the part of report.json what each station gave.
     """
-    judgement = judgement or judge(check=check, **measured)
     return FullReport(
         **dict(check),
         **measured,
         keepmtp=keepmtp,
         vllm=vllm,
         made_at=made_at,
-        judgement=judgement,
+        judgement=judgement or judge(check=check, **measured),
         identity=identity,
         results=results,
-        verdict=verdict_of(check, judgement, vllm=vllm, **measured),
     )
 
 
@@ -335,47 +329,3 @@ def _sum_of(path: Path) -> str:
     if not path.is_file():
         return "no such file"
     return file_sha256(path)
-
-
-def verdict_of(
-    check: CheckData, judgement: JudgementFact, *, vllm: str, **measured: Any
-) -> VerdictFact:
-    """The sentence, from the stations that ran; `vllm` is the version that judged."""
-    for reason in judgement.reasons:
-        if reason.verdict == "regression":
-            says = f"It fails its gate for {reason.gate}: {reason.says}"
-            return VerdictFact(ok=False, label="Not ready", says=says)
-    says = f"Nothing in config.json and the headers is in vLLM {vllm}'s way"
-    label = "No fault found"
-    tried = "it was neither dry-loaded nor served"
-    if check.dry:
-        loads = newest(check.dry)
-        where = f"{places(loads, is_named=True)}{with_cures(loads)}"
-        label = "Loads"
-        what = "this checkpoint and its MTP draft"
-        if check.target is not None:
-            what = f"this draft and its target {check.target.path}"
-        says = f"vLLM {vllm}'s own classes load {what} on {where}"
-        tried = "no server was run"
-    warnings = len(check.findings) - len(errors_of(check.findings))
-    if warnings:
-        says += f", with {counted(warnings, 'warning')}"
-    stations = drafted(in_order(measured))
-    found = next((one for one in stations if one.checkpoint.draft_tokens), None)
-    if found:
-        label = "Served"
-        how = "natively"
-        if found.as_served != "native":
-            how = f"as a {found.as_served}"
-        tried = (
-            f"served {how} with k={found.k}, it accepts {percent(found.checkpoint.acceptance)} of "
-            f"{found.checkpoint.draft_tokens:,} drafted tokens"
-        )
-        if found.source:
-            tried += f" (source: {percent(found.source.acceptance)})"
-        if verdict_on(judgement, ["acceptance"]) == "pass":
-            label = "Loads and drafts"
-    elif any(measured.values()):
-        label = "Served"
-        tried = "a server ran"
-    return VerdictFact(ok=True, label=label, says=f"{says}; {tried}.")
