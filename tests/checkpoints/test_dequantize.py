@@ -30,14 +30,6 @@ def all_fp8(shape: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) ->
     return codes.repeat(-(-count // len(codes)))[:count].reshape(shape).view(dtype)
 
 
-def spread(scale: torch.Tensor, rows: int, columns: int, shape: tuple[int, int]) -> torch.Tensor:
-    return (
-        scale.double()
-        .repeat_interleave(rows, 0)
-        .repeat_interleave(columns, 1)[: shape[0], : shape[1]]
-    )
-
-
 def read(form: Any, shape: tuple[int, ...], block: Any = None, **parts: torch.Tensor):
     return dequantize(form, parts, shape=shape, block=block)
 
@@ -56,32 +48,11 @@ def fp4(form: str, packed: torch.Tensor, scale: torch.Tensor, **common: Any) -> 
 integers = partial(read, "int_packed")
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (130, 200), (127, 257)])
-@pytest.mark.parametrize("block", [(128, 128), (1, 32), (64, 16)])
-@pytest.mark.parametrize(
-    "scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8]
-)
-def test_fp8_block(shape, block, scale_dtype):
-    weight = all_fp8(shape)
-    scale_shape = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-    exponents = torch.randint(100, 140, scale_shape, generator=torch.Generator().manual_seed(0)).to(
-        torch.uint8
-    )
-    powers = exponents.double().sub(127).exp2()
-    if scale_dtype in (torch.uint8, torch.float8_e8m0fnu):
-        scale, values = exponents.view(scale_dtype), powers
-    else:
-        scale = (
-            powers * (1 + torch.rand(scale_shape, generator=torch.Generator().manual_seed(1)))
-        ).to(scale_dtype)
-        values = scale.double()
-    found = fp8(weight, scale, block)
-    # 4-bit by 24-bit significands: the F32 product is rounded, so a second rounding to BF16 may
-    # miss by a tie.
-    product = weight.double() * spread(values, *block, shape)
-    assert torch.equal(found, product.float().bfloat16())
-    if block == (1, 32) and scale.element_size() == 1:
-        assert torch.equal(read("mxfp8", shape, weight=weight, weight_scale=scale), found)
+def test_mxfp8_is_fp8_in_blocks_of_32():
+    weight = all_fp8((8, 64))
+    scale = torch.arange(110, 126, dtype=torch.uint8).view(8, 2)
+    found = read("mxfp8", (8, 64), weight=weight, weight_scale=scale)
+    assert torch.equal(found, fp8(weight, scale, (1, 32)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

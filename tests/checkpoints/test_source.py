@@ -11,7 +11,6 @@ from data_files import json_of, put_json
 from hub import FIRST_COMMIT
 from keepmtp.checkpoints.source import INDEX, download, open_source, read
 from keepmtp.recipes.errors import CheckpointError
-from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint, write_shard
 from safetensors.torch import load_file
 
@@ -265,10 +264,3 @@ def test_a_header_on_the_hub_is_judged_as_a_local_one(folder, serve_hub):
         serve_hub(put(raw, cut))
         with pytest.raises(CheckpointError, match=rf"^org/model/{shard.name}: {words}.*; got"):
             open_source("org/model")
-
-
-def test_check_judges_a_repository_from_its_headers(hub, folder):
-    """`keepmtp check ORG/NAME`: the verdict of the folder, by range requests."""
-    assert check("org/model").model_copy(update={"path": str(folder)}) == check(folder)
-    weights = [line for line in hub if ".safetensors " in line]
-    assert weights and all("bytes=0-" in line for line in weights), weights

@@ -1,6 +1,6 @@
 """`keepmtp serve` with a stub for vLLM: what is refused before, and what the process becomes.
 
-tests/vllm/test_serve_verb.py has the real server.
+tests/vllm/test_separate_draft.py has the real server.
 """
 
 import os

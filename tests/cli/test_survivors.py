@@ -2,7 +2,7 @@
 copy of weights.
 
 A stub is `vllm serve` here, so that there is time for many moments; tests/vllm/test_bench.py and
-test_serve_verb.py have the real one.
+test_separate_draft.py have the real one.
 """
 
 import os

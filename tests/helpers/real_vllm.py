@@ -22,7 +22,7 @@ QWEN = ROOT / "models" / "tiny-qwen3_5"
 PLUGIN = ROOT / "validate" / "measure" / "plugin"
 HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 # For `vllm serve`: the engine computes by itself, without a worker that it sends each step to: half
-# the processor time of an answer; servers without these words are in test_serve_verb.py, for one.
+# the processor time of an answer; servers without these words are in test_separate_draft.py, for one.
 UNIPROC = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 NO_AVX512 = "vLLM's CPU attention has an FP8 cache with AVX-512 alone"
 NEEDS_VLLM = [

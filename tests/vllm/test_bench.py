@@ -6,10 +6,8 @@ die.
 """
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 from uuid import uuid4
@@ -19,7 +17,7 @@ from commands import GLM, KEEPMTP, ROOT
 from data_files import json_of
 from keepmtp.validate.measure.store import BenchHeader, read_lines
 from keepmtp.validate.report.report import verify
-from processes import MARK, marked, none_left, says, until
+from processes import MARK, none_left, until
 from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from stub_vllm import stub_vllm
 from wheel import stranger
@@ -133,31 +131,6 @@ def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
 
 
 # --- a server that fails --------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, tmp_path):
-    folder = tmp_path / "glm"
-    mark = uuid4().hex
-    shutil.copytree(killed.with_suffix(""), folder)
-    (tmp_path / "glm.report").mkdir()
-    whole = lines_in(killed).read_text().splitlines(keepends=True)
-    lines = [line for line in whole if '"k":1' not in line]
-    kept = tmp_path / "glm.report" / lines_in(killed).name
-    kept.write_text("".join(lines))
-    python = stub_vllm(tmp_path, real=VLLM_PYTHON, answer=600)
-    run = started(folder, python=python, mark=mark)
-    until(lambda: says(mark, "keepmtp_bench.py"), seconds=120, pause=0.05, by=run)
-    for process, said in marked(mark).items():
-        if " serve " in said and "supervisor.py" not in said:
-            os.kill(process, signal.SIGKILL)
-    complained = run.communicate(timeout=60)[1]
-    assert run.returncode == 1 and "Traceback" not in complained
-    sentence = complained.splitlines()[-1]
-    assert "vllm serve: must" in sentence and "got ended by SIGKILL" in sentence
-    assert "bench.checkpoint.k1.log" in sentence
-    assert num_measured(kept) == A_SERVERS
-    none_left(mark)
 
 
 @pytest.mark.full

@@ -17,7 +17,6 @@ from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.dryload.check_on import Checked, check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
-from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.vllm_env import find_vllm
 from releases import source_layout, target_of, write_checkpoint
@@ -228,15 +227,3 @@ def test_what_stops_over_other_packages_is_not_judged(good, silent, tmp_path):
     (error,) = found[2].unjudged
     said = "vLLM 0.31.0: requires transformers<5.18, not 5.19.0, to be judged; got model.layers."
     assert str(error).startswith(said) and "Set VLLM_PYTHON" in str(error)
-
-
-@pytest.mark.full
-def test_an_installed_vllm_as_a_folder_says_the_same(good):
-    """The site is that of the environment: verdict and kernels are those of the environment."""
-    own = find_vllm()
-    (place,) = own.python.parent.parent.glob("lib/python*/site-packages")
-    site = had_vllms([str(place)], own)[0]
-    assert [each.version for each in site] == [own.version] and site[0].site == place
-    (checked,) = check_on([str(good)], vllms=[*site, own], gpus=["sm100"])
-    first, second = checked.data.dry
-    assert first.ok and (first.target, first.draft) == (second.target, second.draft)

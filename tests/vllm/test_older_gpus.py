@@ -1,4 +1,5 @@
-"""What vLLM picks without FP4 tensor cores: on an A100, an RTX 3090, an L40S or RTX 4090, and an H100.
+"""What vLLM picks without FP4 tensor cores for what no scheme of docs/tables/kernels.md stands for: on an
+A100, an L40S or RTX 4090, and an H100.
 
 Before sm90 there is no Machete, no DeepGEMM and no grouped CUTLASS, before sm89 no FP8 tensor cores.
 On sm90 Humming, which vLLM's CUDA wheel requires, comes before Marlin.
@@ -10,10 +11,8 @@ import foreign_form
 import pytest
 from checkpoint_files import Checkpoint
 from data_files import table
-from foreign_form import modelopt
 from good import cached, ours, outputs_of, released
 from keepmtp.recipes.conventions import FP8_CACHE
-from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import ROLES
@@ -33,10 +32,7 @@ def with_cache(checkpoint: Checkpoint, scale: str) -> Checkpoint:
 @pytest.fixture(scope="module")
 def made() -> dict[str, Checkpoint]:
     mla = ours("deepseek-r1", "FP8_DYNAMIC")
-    schemes = {scheme: ours("glm-4.7", scheme, scheme) for scheme in SCHEMES}
-    return schemes | {
-        "modelopt NVFP4": modelopt("glm-4.7", "NVFP4", "NVFP4"),
-        "modelopt FP8": modelopt("glm-4.7", "FP8", "FP8"),
+    return {
         "Quark MXFP4": foreign_form.quark_mxfp4(mtp="MXFP4"),
         "released FP8 blocks": released("deepseek-r1"),
         "sparse MLA": released("deepseek-v3.2"),
@@ -46,20 +42,16 @@ def made() -> dict[str, Checkpoint]:
     }
 
 
-@pytest.mark.parametrize("gpu", ["sm80", "sm86", "sm89", "sm90"])
+@pytest.mark.parametrize("gpu", ["sm80", "sm89", "sm90"])
 def test_kernels_and_findings(gpu, made, dry_loaded):
     """Kernels by the order of each list in vLLM's kernels/linear/__init__.py, is_supported of each
     kernel, and fused_moe/oracle/*.py. An entry for an FP8 cache reaches the draft, but not
     latent attention, whose scale is left unread. DeepSeek-V4 names its own back-end: vLLM builds it
     on every GPU, and fails at the first token; what it and sparse attention need is another GPU.
-    An sm86 has the kernels of an sm80, so that every third is enough.
     """
-    asked = [*made]
-    wanted = PICKED["sm80" if gpu == "sm86" else gpu]
-    if gpu == "sm86":
-        asked = asked[::3]
+    wanted = PICKED[gpu]
     kernels, attention, told = {}, {}, {}
-    for name, account in dry_loaded({name: made[name] for name in asked}, gpu).items():
+    for name, account in dry_loaded(made, gpu).items():
         uses = [use for role in ROLES for use in account.of(role)[0].kernels]
         uses = [use for use in uses if use.kernel or use.outcome.startswith("refused")]
         of_attention = {use.kernel for use in uses if "Attention" in use.layer}
