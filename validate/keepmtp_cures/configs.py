@@ -45,36 +45,6 @@ def nemotron_omni_vision(module: Any) -> None:
     module.NemotronH_Nano_VL_V2.__init__ = __init__
 
 
-@mends(
-    "vllm.model_executor.models.exaone_moe", "ExaoneMoeAttention.__init__", hashes="7cb4955ba8a5"
-)
-def k_exaone_windows(module: Any) -> None:
-    """transformers' class has one sliding_window; the MTP layer is like the main layer with its
-    number, as in 0.32.
-    """
-    init = module.ExaoneMoeAttention.__init__
-
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if not hasattr(config, "sliding_windows"):
-            config.sliding_windows = [config.sliding_window] * len(config.layer_types)
-        for key in ("sliding_windows", "layer_types"):
-            if not hasattr(config, f"mtp_{key}"):
-                setattr(config, f"mtp_{key}", getattr(config, key))
-        init(self, config, *args, **kwargs)
-
-    module.ExaoneMoeAttention.__init__ = __init__
-
-
-@mends(
-    "vllm.models.hy_v4.nvidia.attention",
-    "HYV4MLAAttention.__init__",
-    hashes="94c05eaf915d",
-)
-def hy4_sparse_layers(module: Any) -> None:
-    """transformers 5.18 calls sparse layers "indexed_attention", as 0.32 knows."""
-    module._SPARSE_LAYER_TYPES += ("indexed_attention",)
-
-
 @mends("vllm.transformers_utils.config", "get_config", hashes="45551a5f8f7e")
 def bailing_head_dim(module: Any) -> None:
     """transformers 5.20 has a class of bailing_hybrid whose head_dim is that of MLA's rotary part;
