@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 
-from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
 from ...recipes.frozen import Say, silent
@@ -33,8 +33,6 @@ from .failures import cures_in_vllm
 from .loader import DryLoader, Job, headers_of
 from .verdict_findings import DEFECT, defect_of, objections
 
-_PROCESS_BYTES = 2 << 30
-"""Of a vLLM that is kept, with the checkpoint that it loads; 0.6 and 0.5 GiB for a small one."""
 Case = tuple[Job, Checked]
 """What is loaded, and its static check."""
 
@@ -72,10 +70,9 @@ def check_on(
     rules = max([vllm.version for vllm in vllms], key=parsed, default=NEWEST)
     with ExitStack() as stack:
         # vLLM's processes import while the headers are read.
-        needed = len(vllms) * len(gpus) * _PROCESS_BYTES
-        loaders = dict[VLLM, list[DryLoader]]()
-        if len(vllms) == 1 or needed < free_host_bytes():
-            loaders = {vllm: _started(stack, vllm, gpus) for vllm in vllms}
+        loaders = defaultdict[VLLM, list[DryLoader]](list)
+        for vllm, gpu in product(vllms, gpus):
+            loaders[vllm].append(stack.enter_context(DryLoader(vllm, gpu=gpu)))
         separate = None
         draft_folder = None
         if draft:
@@ -104,7 +101,9 @@ def check_on(
             # known of it.
             family = [each for each in checked.data.findings if each.rule == "family"]
             has_none = not draft and [each.severity for each in family] == ["warning"]
-            k = 0 if has_none else num_drafts
+            k = num_drafts
+            if has_none:
+                k = 0
             with headers_of(source) as folder:
                 job = Job(folder=folder, num_drafts=k, method=checked.method, draft=draft_folder)
                 cases = list[Case]()
@@ -114,29 +113,23 @@ def check_on(
                 accounts = list[LoadAccount]()
                 refused = list[VLLMError]()
                 unknown = list[VLLMError]()
-                for vllm in vllms:
-                    # Without room for all, a version ends before the next one starts.
-                    with ExitStack() as brief:
-                        try:
-                            for loader in loaders.get(vllm) or _started(brief, vllm, gpus):
-                                progress(f"{path}: dry load on {loader.gpu}, vLLM {vllm.version}")
-                                loads = load_with_cures(loader, cases)
-                                error = _over_others(vllm, checked, loads)
-                                if error is None:
-                                    accounts += loads
-                                else:
-                                    unknown.append(error)
-                        except VLLMError as error:
-                            refused.append(error)
+                for vllm, own_loaders in loaders.items():
+                    try:
+                        for loader in own_loaders:
+                            progress(f"{path}: dry load on {loader.gpu}, vLLM {vllm.version}")
+                            loads = load_with_cures(loader, cases)
+                            error = _over_others(vllm, checked, loads)
+                            if error is None:
+                                accounts += loads
+                            else:
+                                unknown.append(error)
+                    except VLLMError as error:
+                        refused.append(error)
                 if len(refused) == len(vllms):
                     raise refused[0]
             # The folder that vLLM read may be one of headers alone.
             named = [account.model_copy(update={"path": path}) for account in accounts]
             yield with_loads(checked, named)._replace(unjudged=(*refused, *unknown))
-
-
-def _started(stack: ExitStack, vllm: VLLM, gpus: Sequence[GPU]) -> list[DryLoader]:
-    return [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
 
 
 def load_with_cures(loader: DryLoader, cases: Sequence[Case]) -> list[LoadAccount]:
