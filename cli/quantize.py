@@ -49,7 +49,7 @@ def quantize(
     decoder layer at a time, so that neither GPU nor memory has to hold the model. Then the MTP
     block is calibrated, and its acceptance is measured on held-out text. This needs the extra
     keepmtp[calibrate], and keepmtp[modelopt] where the recipe says backend: modelopt. Several GPUs
-    share the batches under torchrun or SLURM's srun. Progress goes to standard error, with --json
+    share the batches under torchrun. Progress goes to standard error, with --json
     as one JSON line for each step.
 
     A recipe with `backbone: auto` and a budget is searched first: the words of its units are chosen

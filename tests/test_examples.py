@@ -24,7 +24,7 @@ def test_each_example_is_run_here():
 def run(folder: Path, name: str | Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """With what is in the folder on the path, too."""
     path = f"{folder}:{os.path.dirname(KEEPMTP)}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "SLURM_JOB_NODELIST": "here"}
+    env = os.environ | {"PATH": path, "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": "7"}
     return captured((EXAMPLES / name, *words), cwd=folder, env=env, status=0)
 
 
@@ -37,8 +37,10 @@ def test_the_cells_of_the_notebook_run_from_top_to_bottom(tmp_path):
     assert (tmp_path / "sizes.png").is_file()
 
 
-def test_the_slurm_file_starts_keepmtp_by_srun(tmp_path):
-    for name, line in (("srun", 'shift; exec "$@" --dry-run'), ("scontrol", "echo here")):
+def test_the_slurm_file_starts_keepmtp_by_torchrun(tmp_path):
+    torchrun = 'while [ "$1" != -m ]; do shift; done; shift; exec "$@"'
+    srun = 'shift; exec "$@" --dry-run'
+    for name, line in (("srun", srun), ("torchrun", torchrun), ("scontrol", "echo here")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     said = run(tmp_path, "quantize.sbatch", "tiny-glm4-moe.w4a16-fp8", GLM, "out").stdout

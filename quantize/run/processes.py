@@ -1,18 +1,14 @@
-"""How many processes share a run, and which one this is: as torchrun says it, or SLURM's srun.
+"""How many processes share a run, and which one this is, as torchrun says it.
 
 In: the environment. Out: a `ProcessPlace`. torch is not imported, so the command line can ask at
 once.
 
-Easy to get wrong: an sbatch script itself has SLURM_NTASKS too, and so has a shell under `srun
---pty`; a process in them is alone. So SLURM's names count only in a step of srun, and where
-MASTER_ADDR says where the processes meet. A person sets that for this.
+Easy to get wrong: a stray RANK is no torchrun; WORLD_SIZE says that there are others.
 
-Source: PyTorch 2.13 distributed/run.py (names of torchrun); srun(1), "OUTPUT ENVIRONMENT
-VARIABLES".
+Source: PyTorch 2.13 distributed/run.py.
 """
 
 import os
-import re
 from typing import TYPE_CHECKING
 
 from ...recipes.errors import RecipeError, counted
@@ -34,37 +30,23 @@ class ProcessPlace:
     local: int = 0
     # Processes on this node.
     local_size: int = 1
-    # The program that started them.
-    launcher: str = "torchrun"
 
 
 def place_of_process() -> ProcessPlace:
-    """The place of this process; alone where no launcher says otherwise."""
+    """The place of this process; alone where torchrun did not start it."""
 
     def number(name: str, default: int) -> int:
         return int(os.environ.get(name) or default)
 
     size = number("WORLD_SIZE", 1)
-    rank = number("RANK", 0)
-    if size > 1:
-        local = number("LOCAL_RANK", 0)
-        return ProcessPlace(
-            rank=rank, size=size, local=local, local_size=number("LOCAL_WORLD_SIZE", size)
-        )
-    size = number("SLURM_NTASKS", 1)
-    is_step = "SLURM_STEP_ID" in os.environ
-    if size == 1 or "RANK" in os.environ or not (os.environ.get("MASTER_ADDR") and is_step):
+    if size == 1:
         return ProcessPlace()
-    counts: list[
-        int
-    ] = []  # from `8(x2),4`: eight tasks on each of the first two nodes, four on the third
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
-        counts += [int(count)] * int(repeat or 1)
-    counts = counts[number("SLURM_NODEID", 0) :] or [size]
-    rank = number("SLURM_PROCID", 0)
-    local = number("SLURM_LOCALID", 0)
-    return ProcessPlace(rank=rank, size=size, local=local, local_size=counts[0], launcher="srun")
+    return ProcessPlace(
+        rank=number("RANK", 0),
+        size=size,
+        local=number("LOCAL_RANK", 0),
+        local_size=number("LOCAL_WORLD_SIZE", size),
+    )
 
 
 def refuse_processes(calibration: "Calibration", size: int, where: str) -> None:

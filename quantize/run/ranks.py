@@ -1,5 +1,5 @@
-"""The processes of a run: one on its own, or those that torchrun or srun started, each with its
-device and its share.
+"""The processes of a run: one on its own, or those that torchrun started, each with its device and
+its share.
 
 In: the place of this process (`processes.py`). Out: a `Ranks`. Every rank calibrates with its share
 of the sequences; llm-compressor's modifiers sum up over the ranks (NCCL on GPUs, gloo on CPUs).
@@ -31,7 +31,6 @@ from ...recipes.frozen import frozen
 from .processes import ProcessPlace, place_of_process
 
 TIMEOUT = timedelta(hours=2)  # a GPTQ layer of a large model may keep one rank busy for long
-_MASTER_PORT = "29500"  # torchrun's own default
 _LOST_DEVICE = (
     "CUDA error",
     "CUDA driver error",
@@ -145,14 +144,12 @@ def joined() -> Iterator[Ranks]:
             yield ranks
             return
         with _ended_by_launcher():
-            os.environ.setdefault("MASTER_PORT", _MASTER_PORT)
             backend = "gloo"
             if ranks.device.type == "cuda":
                 backend = "cpu:gloo,cuda:nccl"
             dist.init_process_group(
                 backend, rank=place.rank, world_size=place.size, timeout=TIMEOUT
             )
-            _refuse_shared_gpu(ranks)
             yield ranks
         # Not after an error: leaving a group in good order needs all of its members.
         dist.destroy_process_group()
@@ -187,7 +184,7 @@ def naming_lost_device(ranks: Ranks) -> Iterator[None]:
 
 def _peers_must_stay(got: str) -> RecipeError:
     return RecipeError(
-        place_of_process().launcher,
+        "torchrun",
         "all processes must stay until the end",
         got=got,
         cure="Read what the other processes said; the same command goes on where this run stopped",
@@ -195,38 +192,17 @@ def _peers_must_stay(got: str) -> RecipeError:
 
 
 def _device_of(place: ProcessPlace) -> torch.device:
-    """A GPU of its own for each process on a node, or the CPU.
-
-    A launcher may show a process no GPU but its own (`srun --gpus-per-task 1`). That is then number
-    0.
-    """
+    """A GPU of its own for each process on a node, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     if place.local < num_gpus:
         return torch.device("cuda", place.local)
-    if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return torch.device("cuda", 0)
-    got = f"{place.local_size} processes for {counted(num_gpus, 'GPU')}"
-    raise _without_gpu(f"rank {place.rank} of {place.size}", got)
-
-
-def _refuse_shared_gpu(ranks: Ranks) -> None:
-    """Refuse two processes on one GPU, which NCCL would refuse later and in its own words."""
-    if ranks.device.type != "cuda":
-        return
-    own = f"{socket.gethostname()}: GPU {torch.cuda.get_device_properties(ranks.device).uuid}"
-    count = gathered(own).count(own)
-    if count > 1:
-        raise _without_gpu(str(ranks), f"{count} processes on {own}")
-
-
-def _without_gpu(where: str, got: str) -> RecipeError:
-    return RecipeError(
-        where,
+    raise RecipeError(
+        f"rank {place.rank} of {place.size}",
         "every process must have a GPU of its own",
-        got=got,
-        cure="Lower NPROC, or show each process another GPU",
+        got=f"{place.local_size} processes for {counted(num_gpus, 'GPU')}",
+        cure="Lower NPROC, or show them more GPUs",
     )
 
 

@@ -4,13 +4,11 @@ the dead.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +17,7 @@ import yaml
 from commands import IN_F32, ROOT
 from data_files import json_of
 from keepmtp.quantize.run.processes import place_of_process
-from keepmtp.quantize.run.ranks import _device_of, _refuse_shared_gpu, joined
+from keepmtp.quantize.run.ranks import _device_of, joined
 from keepmtp.recipes.errors import RecipeError
 from killed import error, events, finished, small_recipe, start, statistics, summary
 from outputs import digests
@@ -228,7 +226,7 @@ def test_the_first_rank_reads_the_dataset_and_all_refuse_it(tmp_path):
 def environment(monkeypatch):
     """Sets the environment of a process, and how many GPUs it sees."""
     for name in [*os.environ]:
-        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE"):
+        if name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
 
     def change(words: str = "", num_gpus: int = 0) -> None:
@@ -241,8 +239,6 @@ def environment(monkeypatch):
 
 
 TORCHRUN = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=5 LOCAL_WORLD_SIZE=8"
-TASK = "SLURM_PROCID=11 SLURM_NTASKS=20 SLURM_LOCALID=3 SLURM_NODEID=1"
-SRUN = f"{TASK} SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=8(x2),4 MASTER_ADDR=node-1"
 
 
 def test_a_process_without_a_gpu_is_refused(environment):
@@ -252,48 +248,14 @@ def test_a_process_without_a_gpu_is_refused(environment):
         pass
 
 
-def test_a_tasks_own_gpu_is_number_0(environment):
-    """`srun --gpus-per-task 1` shows each task one GPU, whatever its number on the node is."""
-    environment(f"{SRUN} CUDA_VISIBLE_DEVICES=3", num_gpus=1)
+def test_each_process_of_a_node_has_its_gpu(environment):
+    environment(TORCHRUN, num_gpus=8)
     place = place_of_process()
-    found = place.rank, place.size, place.local, place.local_size, place.launcher
-    assert found == (11, 20, 3, 8, "srun")
-    assert _device_of(place) == torch.device("cuda", 0)
-    environment("CUDA_VISIBLE_DEVICES=", num_gpus=1)
+    assert (place.rank, place.size, place.local, place.local_size) == (5, 8, 5, 8)
+    assert _device_of(place) == torch.device("cuda", 5)
+    environment("CUDA_VISIBLE_DEVICES=0", num_gpus=1)
     with pytest.raises(RecipeError, match="got 8 processes for 1 GPU"):
         _device_of(place)
-    environment(num_gpus=8)
-    assert _device_of(place) == torch.device("cuda", 3)
-
-
-def test_two_processes_on_one_gpu_are_refused(monkeypatch):
-    """`CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2` shows both the same one; NCCL would say
-    so in its words.
-    """
-    ranks = replace(ALONE, rank=2, size=3, device=torch.device("cuda", 0))
-    monkeypatch.setattr(socket, "gethostname", Mock(return_value="node-2"))
-    gpu = SimpleNamespace(uuid="b")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(return_value=gpu))
-    others = ["node-2: GPU a", "node-1: GPU b"]
-    monkeypatch.setattr("keepmtp.quantize.run.ranks.gathered", lambda own: [*others, own])
-    _refuse_shared_gpu(ranks)
-    others[0] = "node-2: GPU b"
-    with pytest.raises(RecipeError, match=r"GPU of its own; got 2 processes on node-2: GPU b"):
-        _refuse_shared_gpu(ranks)
-
-
-@pytest.mark.parametrize(
-    "given, place",
-    [
-        (f"{SRUN} MASTER_ADDR=", (0, 1)),  # in a batch script
-        (f"{TASK} MASTER_ADDR=node-1", (0, 1)),
-        (f"{SRUN} {TORCHRUN}", (5, 8)),  # torchrun within a job comes first
-    ],
-)
-def test_whose_words_count(given, place, environment):
-    environment(given)
-    found = place_of_process()
-    assert (found.rank, found.size) == place
 
 
 @pytest.mark.parametrize(
