@@ -50,7 +50,9 @@ _RULES: Mapping[int, tuple[str, str]] = {
         f"Take one that is ({_TOKENS}), ask an owner, or another --repo",
     ),
     412: ("nobody else may write to it meanwhile", AGAIN),
-    **dict.fromkeys((400, 402, 404, 409, 413, 422), ("the Hub must accept it", "Check --repo")),
+    **dict.fromkeys(
+        (400, 402, 404, 409, 413, 422), ("the Hub must accept it", "Check --repo and the card")
+    ),
 }
 # What huggingface_hub raises where an answer has another form than it expects, or is no JSON; a
 # ValueError is also what the Hub refuses to store (1.33 _commit_api.py).

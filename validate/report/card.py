@@ -103,11 +103,9 @@ def build(
     if base is None:
         raise unknown(checkpoint, f"the local folder {record.source.name}")
     front = {}
-    where: object = "keepmtp card"
     if source:
-        where = source / README
         front = read_front_matter(source)
-    facts = _facts(checkpoint, report, base, front, where, license_id)
+    facts = _facts(checkpoint, report, base, front, license_id)
     files = _files(facts)
     # A reader never finds a mixture of the old card and the new one.
     partial = partial_path(folder)
@@ -171,7 +169,7 @@ def verified_files(checkpoint: Path, *, repository: str = "") -> dict[str, bytes
     base = base_model_of(recorded(checkpoint), stated)
     if base is None or base.name != (stated or ""):
         base = NO_BASE_MODEL
-    facts = _facts(checkpoint, report, base, front, folder / README)
+    facts = _facts(checkpoint, report, base, front)
     wanted = _files(facts)
     paths = [path for path in folder.rglob("*") if not path.is_dir()]
     found = {path.relative_to(folder).as_posix(): path for path in paths}
@@ -195,11 +193,10 @@ def _facts(
     report: FullReport,
     base: BaseModel,
     front: Raw,
-    where: object,
     license_id: str | None = None,
 ) -> CardFacts:
-    """What a card is made from, whose repository is not known; `where` is the front matter that
-    states license, language and task.
+    """What a card is made from, whose repository is not known; `front` states license, language and
+    task.
     """
     from .charts import charts  # matplotlib, once it is known to be there
 
@@ -224,9 +221,7 @@ def _facts(
         groups=groups_of(opened, record),
         base_model=base,
         repository="",
-        metadata=metadata_of(
-            opened, front, license_id=license_id, base_model=base.name, where=where
-        ),
+        metadata=metadata_of(opened, front, license_id=license_id, base_model=base.name),
         drafting=method_words(opened),
         attention=attention_backends(opened.config),
         cures=needed(opened, report.vllm),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...checkpoints.record import Record
 from ...recipes.errors import counted, size_in_words
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen
 from ...recipes.schemes import SCHEMES
 from ..facts.benched import NO_SPEED, BenchFact
 from ..facts.dry_load import versions_in_short
@@ -36,18 +36,6 @@ MAX_COLUMNS = 76
 
 
 @frozen
-class Metadata:
-    """What the front matter says and nobody measured; "" or () where it is not known."""
-
-    base_model: str = ""
-    license: str = ""
-    license_name: str = ""
-    license_link: str = ""
-    pipeline_tag: str = ""
-    language: tuple[str, ...] = ()
-
-
-@frozen
 class CardFacts:
     """Everything a card is made from.
 
@@ -58,7 +46,7 @@ class CardFacts:
         groups: what is in the checkpoint.
         base_model: its Hub id, and how that is known.
         repository: where it is published; "" where that is not known yet.
-        metadata: of the front matter.
+        metadata: what the front matter says and nobody measured.
         plots: the card's drawings, by name.
         drafting: what vLLM needs besides k to draft.
         attention: a GPU -> the value of --attention-backend that it needs there.
@@ -74,7 +62,7 @@ class CardFacts:
     groups: tuple[ModuleGroup, ...]
     base_model: BaseModel
     repository: str
-    metadata: Metadata
+    metadata: Json
     plots: Mapping[str, "Chart"]
     drafting: tuple[str, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
@@ -242,9 +230,10 @@ def _about(facts: CardFacts) -> Table:
         rows.append(("Parsers", facts.parsers))
     versions = versions_in_short(report.dry) or "no other version was tried"
     rows.append(("vLLM", f"{report.vllm}; {versions}"))
-    license_id = facts.metadata.license_name or facts.metadata.license
-    unstated = "not stated here; that of the base model applies"
-    rows.append(("License", license_id or unstated))
+    license_id = "not stated here; that of the base model applies"
+    for key in ("license", "license_name"):
+        license_id = str(facts.metadata.get(key, license_id))
+    rows.append(("License", license_id))
     return Table(columns=("", ""), rows=rows)
 
 

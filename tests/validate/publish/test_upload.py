@@ -274,6 +274,15 @@ def test_a_token_is_needed(publish_here, hub):
     assert hub.requests == []
 
 
+def test_front_matter_that_the_hub_does_not_take_is_refused_before_a_file_is_sent(
+    publish_here, hub
+):
+    answer = json.dumps({"errors": [{"message": '"license" must be one of [mit]'}]})
+    hub.faults = [Fault("POST /api/validate-yaml", status=400, body=answer.encode())]
+    publish_here(code=2, says='got 400: "license" must be one of [mit]. Check --repo and the card')
+    assert not any(asked.startswith("PUT") for asked in hub.requests)
+
+
 @pytest.mark.parametrize(
     "token, says",
     [
