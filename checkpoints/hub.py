@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ..recipes.errors import KeepMTPError, NoCheckpointError, RecipeError
-from .hub_client import BUSY, HubError, install_once
+from .hub_client import BUSY, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
 AT_A_TIME = 16
@@ -57,8 +57,6 @@ def hub_errors(repo: str) -> Iterator[None]:
     install_once()
     try:
         yield
-    except HubError as error:
-        raise NoCheckpointError(error.where, error.rule, got=error.got, cure=error.cure) from error
     except KeepMTPError:
         raise
     except (*_OTHER_FORM, HTTPError, OSError) as error:

@@ -22,7 +22,7 @@ from huggingface_hub import constants, set_client_factory
 from huggingface_hub.utils import parse_ratelimit_headers
 from huggingface_hub.utils._http import hf_request_event_hook
 
-from ..recipes.errors import KeepMTPError, RecipeError
+from ..recipes.errors import NoCheckpointError, RecipeError
 
 SETTING = "KEEPMTP_HUB_TIMEOUT"
 DEFAULT_SECONDS = 60.0
@@ -40,7 +40,7 @@ BUSY = (408, 429, 500, 502, 503, 504)
 """Answers after which the same question may be asked again."""
 
 
-class HubError(KeepMTPError):
+class HubError(NoCheckpointError):
     """The Hub refuses, or does not answer."""
 
 

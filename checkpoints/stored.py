@@ -47,18 +47,19 @@ _Parts = Mapping[str, Entry]
 
 def weight_of(parts: Mapping[str, T]) -> T:
     """The weight among a module's parts, by leaf; a parameter without a module is its own."""
-    for leaf in ("weight_packed", "weight", "qweight", *parts):
-        if leaf in parts:
-            return parts[leaf]
-    raise KeyError("weight")
+    return _first_of(parts, ("weight_packed", "weight", "qweight", *parts))
 
 
 def scale_of(parts: Mapping[str, T]) -> T:
     """The first scale among a module's parts; each convention has its own word for it."""
-    for leaf in (*FIRST_SCALES, "scales"):
+    return _first_of(parts, (*FIRST_SCALES, "scales"))
+
+
+def _first_of(parts: Mapping[str, T], leaves: Iterable[str]) -> T:
+    for leaf in leaves:
         if leaf in parts:
             return parts[leaf]
-    raise KeyError("scale")
+    raise KeyError(*leaves)
 
 
 def unused_leaves(form: Form, leaves: Iterable[str]) -> set[str]:

@@ -57,14 +57,12 @@ class AutoRound(Dialect):
         packing: gptq, awq, fp or mx_fp; "" for another one, which is not judged.
         blocks: prefixes of what is quantized; () for everything but heads.
         extra: extra_config, after renaming.
-        error: vLLM's exception as it reads the config; "" for none.
     """
 
     usual: _Choice
     packing: str
     blocks: tuple[str, ...]
     extra: Mapping[str, AutoRoundException]
-    error: str
     name: str = "auto-round"
 
     # Expressions, with the bits of a plain weight.
@@ -77,8 +75,8 @@ class AutoRound(Dialect):
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_quant_method`: an exception by whole name, then INCConfigParser."""
-        if self.error:
-            return raises(self.error)
+        if self.answer.error:
+            return self.answer
         for name in (module, f"model.{module}"):
             if name in self.extra and (self.extra[name].bits or _PLAIN_BITS) >= _PLAIN_BITS:
                 return plain(name)
@@ -181,11 +179,12 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
         if word in f"{data_type} {packed} {backend}":
             packing = word
             break
-    error = lacks({"bits": given.bits, "group_size": given.group_size})
+    answer = lacks({"bits": given.bits, "group_size": given.group_size})
     is_known = packed and backend in _BACKENDS and given.bits in range(2, 9)
-    if not error and not (is_known and _is_supported(raw, given, data_type, packed, backend)):
+    is_known = is_known and _is_supported(raw, given, data_type, packed, backend)
+    if not (answer.error or is_known):
         size = f"{given.bits} bits in groups of {given.group_size}"
-        error = (
+        answer = raises(
             f"INC supports no {data_type} of {size} (packing_format {given.packing_format}, "
             f"backend {backend})"
         )
@@ -205,7 +204,7 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
         extra=extra,
         rename=rename,
         listed={"extra_config": excepting},
-        error=error,
+        answer=answer,
     )
 
 

@@ -31,7 +31,6 @@ ALIASES = {"auto-round": "inc", "compressed_tensors": "compressed-tensors"}
 _ELSEWHERE = "Serve it with the engine that it was made for, or quantize the original release"
 _LOWER = f"{_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}"
 NO_METHOD = "quantization_config without quant_method"
-_NO_TENSORS: Mapping[HFName, str] = {}
 UNQUANTIZED = Dialect(name="none", answer=plain())
 
 
@@ -39,7 +38,7 @@ def read_dialect(
     config: Raw,
     hf_quant_config: Raw | None,
     part: Part = "backbone",
-    dtypes: Mapping[HFName, str] = _NO_TENSORS,
+    dtypes: Mapping[HFName, str] = {},
     vllm: str = NEWEST,
 ) -> Dialect:
     """The dialect of a checkpoint.

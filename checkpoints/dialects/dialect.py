@@ -129,7 +129,7 @@ class Dialect:
 
     Attributes:
         name: of the dialect, for messages.
-        answer: for every module, where no class says more.
+        answer: for every module, where it has an error or no class says more.
         listed: the names and patterns of the config's lists, as written, by key.
         rename: the mapper of the class that reads it.
         exceptions: how the config leaves modules alone; None where keepmtp does not know.

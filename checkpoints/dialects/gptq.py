@@ -45,13 +45,11 @@ class Gptq(Dialect):
         dynamic: expression for the start of a name -> what holds for these modules, None where they
             are left alone; in their order.
         stored: modules that are quantized, by a part of their name; all if there are none.
-        error: vLLM's exception as it reads the config; "" for none.
     """
 
     usual: GptqGiven
     dynamic: Mapping[str, GptqModules | None]
     stored: Substrings
-    error: str
     name: str = "gptq"
 
     # `-:` expressions. The first of `dynamic` that matches decides.
@@ -63,10 +61,8 @@ class Gptq(Dialect):
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_linear_quant_method` and `get_moe_quant_method`, then `override_config`."""
-        if self.error == ACT_ORDER:
-            return raises(self.error, refusal="order")
-        if self.error:
-            return raises(self.error)
+        if self.answer.error:
+            return self.answer
         if kind == "head" and not self.usual.lm_head:
             return plain()
         entry = ""
@@ -109,13 +105,11 @@ class Awq(Dialect):
     Attributes:
         group_size: by either of its two keys.
         skipped: modules_to_not_convert, or what vLLM puts in its place.
-        error: vLLM's exception as it reads the config; "" for none.
     """
 
     given: AwqGiven
     group_size: int
     skipped: Substrings
-    error: str
     name: str = "awq"
 
     # Parts of names.
@@ -125,8 +119,8 @@ class Awq(Dialect):
         """`is_layer_skipped` by parts of names, first of the fused name; experts have no shards
         there.
         """
-        if self.error:
-            return raises(self.error)
+        if self.answer.error:
+            return self.answer
         if kind == "head" and not self.given.lm_head:
             return plain()
         skipped = self.skipped
@@ -170,11 +164,11 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
             changes = (value or GptqModules()).model_dump(exclude_none=True)
             modules = given.model_copy(update=changes)
         dynamic.setdefault(expression, modules)
-    error = lacks({key: getattr(given, key) for key in GptqModules.model_fields})
+    answer = lacks({key: getattr(given, key) for key in GptqModules.model_fields})
     for modules in (given, *dynamic.values()):
         is_ordered = modules is not None and modules.desc_act and modules.group_size != -1
-        if is_ordered and not error:
-            error = ACT_ORDER
+        if is_ordered and not answer.error:
+            answer = raises(ACT_ORDER, refusal="order")
     stored = list[str]()
     for item in given.modules_in_block_to_quantize:
         if isinstance(item, str):
@@ -186,7 +180,7 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
         dynamic=dynamic,
         stored=Substrings(map(rename.name, stored or integers)),
         listed={"dynamic": excepting},
-        error=error,
+        answer=answer,
     )
 
 
@@ -204,9 +198,9 @@ def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
     given = read_given(AwqGiven, raw)
     bits = given.w_bit or given.bits
     group_size = given.q_group_size or given.group_size
-    error = lacks({"w_bit": bits, "q_group_size": group_size, "zero_point": given.zero_point})
-    if not error and bits != 4:
-        error = f"ValueError: Unsupported num_bits = {bits}. Supported: 4"
+    answer = lacks({"w_bit": bits, "q_group_size": group_size, "zero_point": given.zero_point})
+    if not answer.error and bits != 4:
+        answer = raises(f"ValueError: Unsupported num_bits = {bits}. Supported: 4")
     # Without a list vLLM makes one of the headers, in the names on disk: so one expert's name is no
     # part of the name of all.
     listed = given.modules_to_not_convert
@@ -216,7 +210,7 @@ def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
         skipped=Substrings(map(rename.name, listed or floats)),
         rename=rename,
         listed={"modules_to_not_convert": listed},
-        error=error,
+        answer=answer,
     )
 
 

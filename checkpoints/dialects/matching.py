@@ -51,12 +51,15 @@ def registers(form: Form, *more: str, **others: Any) -> VLLMModule:
 MXFP4 = registers("mxfp4", scales=("U8",))
 
 
-def lacks(needed: Mapping[str, object]) -> str:
-    """What vLLM raises where one of the keys that it wants is absent; "" where none is."""
+def lacks(needed: Mapping[str, object]) -> Resolution:
+    """The answer for every module where one of the keys that vLLM wants is absent; without an error
+    where none is.
+    """
     for key, value in needed.items():
         if value is None:
-            return f"ValueError: Cannot find any of ['{key}'] in the model's quantization config"
-    return ""
+            error = f"ValueError: Cannot find any of ['{key}'] in the model's quantization config"
+            return raises(error)
+    return Resolution(UNKNOWN)
 
 
 def left_out(

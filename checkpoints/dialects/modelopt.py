@@ -50,7 +50,6 @@ FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
 OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *FOUR_BITS, "MXFP8")
 ALGORITHMS = (*OF_MODULES, MIXED)
 _INVERSE = frozenset({"weight", "weight_scale_inv"})
-_CODECS = ("IQ2_XS", "IQ2_XXS", "Q8_0")
 # What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than
 # linear modules of vLLM.
 # Blocks there have the scale of native FP8, which linear modules of vLLM have not.
@@ -71,8 +70,6 @@ class ModelOpt(Dialect):
         algorithm: quant_algo, upper case.
         quantized_layers: module -> quant_algo, for MIXED_PRECISION.
         group_size: of NVFP4.
-        codecs: algorithms of blocks that are packed as GGML's, whose tensors the check does not
-            know.
         looks_above: routed experts without an entry get the first one of their parent.
     """
 
@@ -81,7 +78,6 @@ class ModelOpt(Dialect):
     group_size: int
     block: int
     name: str = "modelopt"
-    codecs: tuple[str, ...]
     looks_above: bool = True
 
     # Whole names, parts of names and globs.
@@ -135,8 +131,7 @@ class ModelOpt(Dialect):
         if is_experts:
             algorithm = OF_MIXED.get(algorithm, algorithm)
         built = modelopt_built(algorithm, self.group_size, self.block)
-        is_known = is_experts or algorithm in self.codecs
-        if built == UNKNOWN and not is_known:
+        if built == UNKNOWN and not is_experts:
             built = PLAIN
         return Resolution(built, entry)
 
@@ -224,16 +219,12 @@ def read_modelopt(
         layers[rename.name(name)] = row.quant_algo
         if row.quant_algo in _BLOCKS:
             sizes.add(row.group_size)
-    codecs = ()
-    if holds(">=0.32", vllm):
-        codecs = _CODECS
     return ModelOpt(
         algorithm=algorithm,
         quantized_layers=layers,
         group_size=holder.group_size or 16,
         listed={"exclude": listed},
         block=min(sizes, default=128),
-        codecs=codecs,
         rename=rename,
     )
 

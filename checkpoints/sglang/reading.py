@@ -81,7 +81,7 @@ def read(raw: Raw, view: FamilyView, part: Part) -> SglangReader:
         # What vLLM wants besides it does not look for.
         wanted = {"export": {}, "layer_type_quant_config": {}}
         quark = read_quark(wanted | without_none(raw), rename)
-        return SglangReader("quark", quark, partial(_of_quark, quark))
+        return SglangReader("quark", quark, cache(partial(_of_quark, quark)))
     if method.startswith("modelopt"):
         return _modelopt(raw, rename)
     unknown = UnknownDialect(name=method or NO_METHOD)
@@ -108,7 +108,8 @@ def _compressed_tensors(raw: Raw, rename: Renamer) -> SglangReader:
             where = f"config_groups.{key}.weights"
             error = f"ValidationError: SGLang reads {where}, which is not there"
             return fixed(found.name, raises(error))
-    return SglangReader(found.name, found, partial(_of_groups, found, raw.get("format") or ""))
+    format_ = raw.get("format") or ""
+    return SglangReader(found.name, found, cache(partial(_of_groups, found, format_)))
 
 
 def _of_groups(
@@ -169,7 +170,7 @@ def _modelopt(raw: Raw, rename: Renamer) -> SglangReader:
         # An entry for the language model also counts without its prefix.
         exclude += [entry.removeprefix("language_model.") for entry in exclude]
     found = replace(found, listed={}, looks_above=False)
-    return SglangReader(name, found, partial(_of_modelopt, found, tuple(exclude)))
+    return SglangReader(name, found, cache(partial(_of_modelopt, found, exclude)))
 
 
 def _of_modelopt(
@@ -200,7 +201,7 @@ def _fp8(raw: Raw, config: Raw) -> SglangReader:
     found = replace(found, listed={})
     if found.name != "fp8":
         found = replace(found, experts=UNKNOWN, keeps_mxfp4=())  # DeepSeek-V4's may be MXFP4
-    return SglangReader("fp8", found, partial(_of_fp8, found, ignored))
+    return SglangReader("fp8", found, cache(partial(_of_fp8, found, ignored)))
 
 
 def _of_fp8(

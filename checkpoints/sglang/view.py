@@ -45,7 +45,6 @@ class SglangBuild:
                 expression.
         """
         self.view = view
-        self._answers: dict[tuple[str, Part], Resolution] = {}
         self.model = sglang_model(view.config)
         self.readers: dict[Part, SglangReader] = {"backbone": _NO_CONFIG, "mtp": _NO_CONFIG}
         if raw is not None:
@@ -74,9 +73,8 @@ class SglangBuild:
         and what it builds.
         """
         name = sglang_module(self.view, place)
-        key = (name, place.part)
-        if name and key in self._answers:
-            return name, self._answers[key]
+        if not name:
+            return name, plain()
         reader = self.readers[place.part]
         kind = KINDS.get(place.role, "linear")
         packed = self.model.packed
@@ -84,13 +82,10 @@ class SglangBuild:
             packed = self.model.draft_packed
         shards = parts_of(name, kind, packed, _PROJECTIONS)
         answer = reader.resolve(VLLMName(name), shards, kind)
-        if not name:
-            answer = plain()
-        elif place.part == "mtp" and self.why_plain:
+        if place.part == "mtp" and self.why_plain:
             answer = plain(f"sglang/srt/{self.model.file} builds {self.why_plain}")
         elif reader.name == "modelopt_fp4" and name.endswith(tuple(self.model.plain_in_fp4)):
             answer = plain("sglang/srt/models/qwen3_next.py builds it plain under modelopt_fp4")
-        self._answers[key] = answer
         return name, answer
 
     def unsplit(self, name: str, built: VLLMModule, part: Part) -> str:

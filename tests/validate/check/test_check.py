@@ -238,7 +238,6 @@ def test_it_is_found_before_anything_is_read(tmp_path):
         ),
         ({"quant_algo": "NVFP4", "ignore": ["lm_head"]}, ">=0", "plain", ""),
         ({"quant_algo": "NVFP4", "ignore": [], "exclude_modules": ["lm_head"]}, ">=9", "", ""),
-        ({"quantized_layers": {"lm_head": {"quant_algo": "IQ2_XS"}}}, ">=0.32", "unknown", "plain"),
     ],
 )
 def test_a_dialect_is_that_of_the_version(given, versions, built, before, version):
