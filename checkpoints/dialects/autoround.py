@@ -98,7 +98,9 @@ class AutoRound(Dialect):
     def hits(self, read: Sequence[str], name: str) -> bool:
         """A whole name, the end of one, or an expression anywhere in it."""
         (word,) = read
-        return f".{name}".endswith(f".{word}") or _is_in(name, word)
+        if f".{name}".endswith(f".{word}"):
+            return True
+        return _is_in(name, word)
 
     def _choices(self, module: str, shards: Sequence[str], kind: Kind) -> list[_Choice]:
         """What vLLM resolves for a module by an entry that it ends in, else for its parts, else for
@@ -180,9 +182,7 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
             packing = word
             break
     answer = lacks({"bits": given.bits, "group_size": given.group_size})
-    is_known = packed and backend in _BACKENDS and given.bits in range(2, 9)
-    is_known = is_known and _is_supported(raw, given, data_type, packed, backend)
-    if not (answer.error or is_known):
+    if not (answer.error or _is_supported(raw, given, data_type, packed, backend)):
         size = f"{given.bits} bits in groups of {given.group_size}"
         answer = raises(
             f"INC supports no {data_type} of {size} (packing_format {given.packing_format}, "
@@ -212,6 +212,8 @@ def _is_supported(
     raw: Raw, given: AutoRoundGiven, data_type: str, packed: str, backend: str
 ) -> bool:
     """What INCConfig demands of each type of data; of the inputs, as far as the config says it."""
+    if not packed or backend not in _BACKENDS or given.bits not in range(2, 9):
+        return False
     size = given.group_size
     is_one = isinstance(size, int)
     is_pair = False

@@ -95,8 +95,11 @@ def read_dialect(
 
 def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str]:
     """Modules on disk with a tensor of floating-point numbers, or with one of anything else."""
-    names = [name for name, dtype in dtypes.items() if (dtype in FLOATS) == are_floats]
-    return frozenset([name.rpartition(".")[0] or name for name in names])
+    modules = set[str]()
+    for name, dtype in dtypes.items():
+        if (dtype in FLOATS) == are_floats:
+            modules.add(name.rpartition(".")[0] or name)
+    return frozenset(modules)
 
 
 def quantization_of(config: Raw) -> Raw | None:

@@ -222,7 +222,9 @@ def registered(weights: GivenArguments, inputs: GivenArguments | None) -> VLLMMo
     bits = weights.num_bits
     strategy = weights.strategy
     size = weights.group_size
-    ndim = 0 if strategy == "tensor" else 2
+    ndim = 2
+    if strategy == "tensor":
+        ndim = 0
     of_inputs = list[str]()
     if inputs is not None and inputs.dynamic is False:
         of_inputs.append("input_scale")

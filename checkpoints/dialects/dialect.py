@@ -174,8 +174,11 @@ class Dialect:
         """Whether one entry alone, as `reads` gives it, matches a name: by substring, the loosest
         rule of these dialects, where none is known.
         """
-        bares = [re.sub(r"^(?:re:|[-+]:)|\\", "", word).strip(".*^$") for word in read]
-        return any(bare and bare in name for bare in bares)
+        for word in read:
+            bare = re.sub(r"^(?:re:|[-+]:)|\\", "", word).strip(".*^$")
+            if bare and bare in name:
+                return True
+        return False
 
 
 class UnknownDialect(Dialect):

@@ -68,7 +68,9 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
         if len(parts[leaf].shape) != 2:
             says = f"{leaf} has shape {list(parts[leaf].shape)}, no matrix: vLLM raises"
             return leaf, says, _AGAIN
-    layout = _transposed if built.form in TRANSPOSED else _in_rows
+    layout = _in_rows
+    if built.form in TRANSPOSED:
+        layout = _transposed
     wanted = layout(built, parts)
     if isinstance(wanted, str):
         return _scale_leaf(built), wanted, "Leave this module in BF16"
@@ -193,4 +195,6 @@ def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
 
 
 def _scale_leaf(built: VLLMModule) -> str:
-    return "weight_scale_inv" if "weight_scale_inv" in built.leaves else "weight_scale"
+    if "weight_scale_inv" in built.leaves:
+        return "weight_scale_inv"
+    return "weight_scale"

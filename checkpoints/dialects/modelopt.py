@@ -405,8 +405,11 @@ class _Names:
         mapper = self.mapper(module.name)
         # What the mapper turns into vLLM's name; names on disk follow, for other readers.
         first = mapper.before(module.name, module.asked) or f"*{module.name}"
-        others = [name for name in module.members if mapper.name(name) != module.name]
-        return [first, *(name for name in others if name != first)]
+        names = [first]
+        for name in module.members:
+            if name != first and mapper.name(name) != module.name:
+                names.append(name)
+        return names
 
     def surviving(self, entry: str) -> str:
         """How to write an entry of the exclude list, so that it is still itself after the

@@ -94,7 +94,9 @@ class Entries:
             self._of_class[name] = None
             low = name.lower()
             for entry in self.written:
-                is_hit = _matches(entry, name) if _is_regex(entry) else entry.lower() in low
+                is_hit = entry.lower() in low
+                if _is_regex(entry):
+                    is_hit = _matches(entry, name)
                 if is_hit:
                     self._of_class[name] = entry
                     break

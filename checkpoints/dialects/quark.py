@@ -91,8 +91,9 @@ class Quark(Dialect):
     def hits(self, read: Sequence[str], name: str) -> bool:
         """Whole name, `re:` from the start, or a name below that of routed experts."""
         (word,) = read
-        is_below = name.endswith(".experts") and word.startswith(f"{name}.")
-        return is_below or equal_or_regex(name, word)
+        if name.endswith(".experts") and word.startswith(f"{name}."):
+            return True
+        return equal_or_regex(name, word)
 
     def layer_of(self, name: str) -> tuple[str, QuarkLayer]:
         """The pattern that decides a name, "" for none, and what holds there."""
@@ -164,9 +165,9 @@ def _with_inputs(
         case "fp8_e4m3", "per_channel", False if takes_fp8:
             return registers("fp8_channel", *leaves, scale_ndim=1)
         case "fp8_e4m3", "per_block", False if takes_fp8:
-            are_symmetric = weight.symmetric and inputs.symmetric
-            are_blocks = weight.block_size == (128, 128) and inputs.group_size == 128
-            if inputs.qscheme == "per_group" and are_symmetric and are_blocks:
+            are_groups = inputs.qscheme == "per_group" and inputs.group_size == 128
+            are_blocks = weight.block_size == (128, 128) and are_groups
+            if weight.symmetric and inputs.symmetric and are_blocks:
                 return registers("fp8_block", block=(128, 128))
         case "int8", "per_channel" | "per_tensor", is_computed if weight.symmetric:
             is_static = inputs.kind == ("int8", "per_tensor", False) and not is_computed
