@@ -95,7 +95,7 @@ def served(
         raise RuntimeError(drafting.error)
     yield Figure(
         what="starts with method=mtp",
-        measured=f"after {drafting.seconds_to_health:.0f} s, served {found.as_served}",
+        measured=f"served {found.as_served}",
         expected="the files themselves",
         met=found.as_served == "native",
     )
@@ -103,7 +103,7 @@ def served(
     yield kernels_in_log(checked.dry[0], Path(drafting.log).read_text(errors="replace"))
     parted = drafting.partings or ()
     yield Figure(
-        what=f"answers, MTP on and off, {len(drafting.outputs)} prompts",
+        what=f"answers, MTP on and off, {len(prompts)} prompts",
         measured=f"{len(parted)} differ",
         expected="the same, or a tie",
         met=all(parting.is_near_tie for parting in parted),

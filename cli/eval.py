@@ -236,10 +236,7 @@ def _stations(
                 tasks.refuse_model(each, protocol, session.extra)
             questions.append(questions_of(protocol))
         makers["evaluation"] = partial(
-            tasks.Tasks,
-            asked=tuple(questions),
-            confidence=gates.confidence,
-            has_plain="lossless" in chosen,
+            tasks.Tasks, asked=tuple(questions), has_plain="lossless" in chosen
         )
     if "closeness" in chosen:
         if original is None:

@@ -128,7 +128,6 @@ def answering(
                 Server(
                     client=client,
                     process=process,
-                    seconds_to_health=0.0,
                     log=log,
                     name="glm",
                     environment={},

@@ -64,7 +64,6 @@ def evaluated(
         "scores": tuple(ScoreFact(filter=name, **score) for name in FILTERS),
         "num_questions": num,
         "num_truncated": 3 if num > 3 else 0,
-        "num_tokens": 130 * num,
         "drafts": drafts,
         "draft_tokens": k * drafts,
         "accepted_tokens": sum(accepted),

@@ -26,12 +26,12 @@ from keepmtp.validate.facts.dry_load import (
 from keepmtp.validate.facts.findings import Finding
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import FullReport
-from keepmtp.validate.facts.served import Output, Parting, Run, ServeCheck, Served
+from keepmtp.validate.facts.served import Parting, Run, ServeCheck, Served
 from keepmtp.validate.report.check_data import calibration_fact, check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
 from pydantic import BaseModel
-from stations import bench_fact, cell, closeness, lossless
+from stations import bench_fact, closeness, lossless
 
 MODEL = GLM
 AT = "2030-01-02 03:04:05 UTC"
@@ -66,54 +66,40 @@ def run(
     k: int,
     *,
     shares: tuple[float, ...] = (),
-    tok_s: float = 40.0,
     partings: tuple[Parting, ...] | None = None,
     num_drafts: int = 1000,
 ) -> Run:
     """What one server did; `shares` of its drafts are accepted up to each position."""
     accepted = tuple(round(share * num_drafts) for share in shares)
-    last = NEAR.token if partings == (NEAR,) else NEAR.plain_token
     return Run(
         k=k,
         loaded=True,
-        seconds_to_health=21.0 + k,
-        tokens_per_second=tok_s,
         drafts=min(k, 1) * num_drafts,
         draft_tokens=k * num_drafts,
         accepted_tokens=sum(accepted),
         accepted_per_position=accepted,
-        outputs=(
-            Output(token_ids=(1, 2, 3), text="one\ntwo"),
-            Output(token_ids=(*(4,) * 17, last), text="three"),
-        ),
         partings=partings,
         log="/tmp/server.log",
     )
 
 
-def runs(shares: tuple[float, ...], *rates: float) -> tuple[Run, ...]:
-    """A server for each k from 0, of so many tokens a second; with the last a near-tie flips."""
-    first, *others = rates
+def runs(*shares: float) -> tuple[Run, ...]:
+    """A server for each k from 0; with the last a near-tie flips."""
     drafting = [
-        run(
-            k,
-            shares=shares[:k],
-            tok_s=rate,
-            partings=(NEAR,) * (k == len(others)),
-        )
-        for k, rate in enumerate(others, 1)
+        run(k, shares=shares[:k], partings=(NEAR,) * (k == len(shares)))
+        for k in range(1, len(shares) + 1)
     ]
-    return run(0, tok_s=first), *drafting
+    return run(0), *drafting
 
 
 def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeCheck:
     """A server's report: k = 0 to 3, a near-tie, the checkpoint on a BF16 copy or natively, its
     draft alive or dead.
     """
-    source = Served(**FACTS["source"], runs=runs((0.93, 0.81, 0.64), 40, 61.2, 74, 79.2))
+    source = Served(**FACTS["source"], runs=runs(0.93, 0.81, 0.64))
     shares = (0.00092, 0.0008, 0.000625) if is_dead else (0.92, 0.80, 0.625)
     fields = FACTS["checkpoint"] | FACTS["copy" if is_copy else "native"]
-    checkpoint = Served(**fields, runs=runs(shares, 41, 60, 73, 78))
+    checkpoint = Served(**fields, runs=runs(*shares))
     return ServeCheck(checkpoint=checkpoint, source=source, **FACTS["served"])
 
 
@@ -178,17 +164,14 @@ def loaded(*accounts: LoadAccount, **measured: Any) -> FullReport:
 
 
 def hostile(word: str) -> FullReport:
-    """Every part but an evaluation, with a server and a cell that failed, and with `word` for each
-    string.
-    """
-    serve, bench, full = served(), bench_fact(), broken()
+    """Every part but an evaluation, with a server that failed, and with `word` for each string."""
+    serve, full = served(), broken()
     dead = Run(k=4, loaded=False, error="x", log="x")
     own = serve.checkpoint.model_copy(update={"runs": (*serve.checkpoint.runs, dead)})
-    cells = bench.checkpoint.model_copy(update={"cells": (cell(1, (), error="x"),)})
     with TemporaryDirectory() as folder:
         parts = {
             "serve": serve.model_copy(update={"checkpoint": own}),
-            "bench": bench.model_copy(update={"checkpoint": cells}),
+            "bench": bench_fact(),
             "closeness": closeness(Path(folder)),
             "lossless": lossless((), (), ("x",)),
         }

@@ -45,8 +45,8 @@ def closeness(
                 checkpoint_nll=210.0,
             )
         )
-    found.add(Sitting(sitting=1, as_served=as_served, reason="", seconds=12.5))
-    one = {"as_served": as_served, "reason": "", "sittings": 1, "seconds": 12.5}
+    found.add(Sitting(sitting=1, as_served=as_served, reason=""))
+    one = {"as_served": as_served, "reason": ""}
     before = {"sha256": header.source_sha256, "perplexity": math.exp(2.0)}
     after = {"sha256": checkpoint, "perplexity": math.exp(2.1)}
     return ClosenessFact(
@@ -73,7 +73,6 @@ def lossless(*broken: tuple[str, ...]) -> LosslessFact:
     )
 
 
-AT = "2030-01-02 03:04:05 UTC"
 _TOKENS = 10_000
 # What publishers of DeepSeek-V4-Flash print by hand, k = 0 to 4 in one thread.
 FLASH = {0: 105.9, 1: 152.7, 2: 179.9, 3: 193.0, 4: 162.1}
@@ -84,7 +83,6 @@ def repetition(k: int, rate: float, *, number: int = 0, share: float = 0.9) -> R
     kept = [round(4000 * share**position) for position in range(1, k + 1)]
     return Repetition(
         number=number,
-        at=AT,
         seconds=_TOKENS / rate,
         requests=40,
         input_tokens=4 * _TOKENS,
@@ -98,18 +96,11 @@ def repetition(k: int, rate: float, *, number: int = 0, share: float = 0.9) -> R
     )
 
 
-def cell(
-    k: int,
-    rates: Sequence[float],
-    *,
-    concurrency: int = 1,
-    share: float = 0.9,
-    error: str = "",
-) -> BenchCell:
+def cell(k: int, rates: Sequence[float], *, concurrency: int = 1, share: float = 0.9) -> BenchCell:
     repetitions = tuple(
         repetition(k, rate, number=number, share=share) for number, rate in enumerate(rates)
     )
-    return BenchCell(k=k, concurrency=concurrency, repetitions=repetitions, error=error)
+    return BenchCell(k=k, concurrency=concurrency, repetitions=repetitions)
 
 
 def benched(

@@ -104,7 +104,6 @@ def test_each_cell_has_the_figures_of_the_same_work(found):
     cells = {(cell["k"], cell["concurrency"]): cell for cell in found["checkpoint"]["cells"]}
     assert list(cells) == [(0, 1), (1, 1), (0, 2), (1, 2)]
     for (k, _), cell in cells.items():
-        assert not cell["error"]
         for each in cell["repetitions"]:
             assert each["requests"] == 6 and 6 < each["output_tokens"] <= 6 * 24
             assert each["tokens_per_second"] == each["output_tokens"] / each["seconds"] > 0
@@ -134,20 +133,13 @@ def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
 
 
 @pytest.mark.full
-def test_a_request_that_fails_leaves_a_sentence_and_no_figure(tmp_path):
+def test_a_request_that_fails_is_a_sentence_and_no_figure(tmp_path):
     """The stub does not stream, so vLLM's benchmark gets no token from it."""
     words = f"-k 0 --concurrency 1 --requests 2 --repeat 1 --out {tmp_path}/out"
     run = started(GLM, words, python=stub_vllm(tmp_path, real=VLLM_PYTHON))
-    said, complained = run.communicate(timeout=200)
+    complained = run.communicate(timeout=200)[1]
     assert run.returncode == 1, complained
-    assert (
-        "k=0, 1 at once: no figure. 1 of 1 requests failed: Never received a valid chunk"
-        in " ".join(said.split())
-    )
-    (cell,) = json_of(tmp_path / "out" / "bench.json")["data"]["checkpoint"]["cells"]
-    assert (
-        cell["repetitions"] == []
-        and cell["tokens_per_second"] is None
-        and "requests failed" in cell["error"]
-    )
+    says = "got 1 of 1 requests failed: Never received a valid chunk"
+    assert says in " ".join(complained.split())
+    assert not (tmp_path / "out" / "bench.json").exists()
     assert not num_measured(lines_in(tmp_path / "out")), "the next run measures it again"

@@ -9,6 +9,7 @@ of the repetitions says nothing.
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 from statistics import median
 from typing import Annotated, Literal, Self
 
@@ -33,7 +34,6 @@ class Repetition(Drafts):
 
     Attributes:
         number: from 0; all loads of a server are measured once before any is measured again.
-        at: when it began (UTC); with it, a machine that becomes slower during the run can be seen.
         seconds: wall time from the first request to the last token.
         requests: all of them were answered.
         input_tokens, output_tokens: as the server counts them.
@@ -42,8 +42,9 @@ class Repetition(Drafts):
             (TPOT).
     """
 
+    dropped = frozenset({"at"})
+
     number: Count
-    at: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$")]
     seconds: Seconds
     requests: PositiveInt
     input_tokens: Count
@@ -64,20 +65,18 @@ class BenchCell(Fact):
     Attributes:
         k: tokens drafted a step; 0 served without method=mtp.
         concurrency: requests in flight.
-        repetitions: by number; empty where `error` says why.
-        error: why there is no figure; "" if there is one.
+        repetitions: by number.
     """
 
     k: NumDrafts
     concurrency: PositiveInt
-    repetitions: tuple[Repetition, ...] = ()
-    error: str = ""
+    repetitions: Annotated[tuple[Repetition, ...], Field(min_length=1)]
 
     @computed_field
     @property
-    def tokens_per_second(self) -> float | None:
-        """Median over the repetitions; None where there is none."""
-        return median(self.rates) if self.rates else None
+    def tokens_per_second(self) -> float:
+        """Median over the repetitions."""
+        return median(self.rates)
 
     @computed_field
     @property
@@ -87,16 +86,13 @@ class BenchCell(Fact):
 
     def row(self, case: str, of: Arm, *, also: str = "", is_detail: bool = False) -> Row:
         """Tokens a second, ± half of what repetitions spread."""
-        around = None
-        if self.rates:
-            around = (min(self.rates), max(self.rates))
         return Row(
             metric="tokens a second",
             case=case,
             of=of,
             value=self.tokens_per_second,
             unit="rate",
-            around=around,
+            around=(min(self.rates), max(self.rates)),
             also=("", also),
             is_detail=is_detail,
         )
@@ -108,8 +104,6 @@ class BenchCell(Fact):
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        if bool(self.repetitions) == bool(self.error):
-            raise ValueError("a cell has either repetitions or an error")
         for each in self.repetitions:
             if len(each.accepted_per_position) > self.k or (each.drafts and not self.k):
                 says = f"repetition {each.number} drafted more than k={self.k} tokens a step"
@@ -138,16 +132,11 @@ class Benched(ServedModel):
     Attributes:
         sha256: of the bytes, as `Identity.sha256`. The speed of a BF16 copy is not theirs.
         form: how prompts were sent: as messages through the chat template, or as texts.
-        max_num_seqs, max_model_len: with which the servers were started, whatever the load.
         cells: by concurrency, then k.
     """
 
-    dropped = frozenset({"slower"})
-
     sha256: str
     form: RequestForm
-    max_num_seqs: Count
-    max_model_len: Count
     cells: tuple[BenchCell, ...]
 
     @property
@@ -156,9 +145,9 @@ class Benched(ServedModel):
         return tuple(dict.fromkeys([cell.concurrency for cell in self.cells]))
 
     def cell(self, k: int, concurrency: int) -> BenchCell | None:
-        """The cell with a figure, if there is one."""
+        """The cell, if it was measured."""
         for cell in self.cells:
-            if (cell.k, cell.concurrency) == (k, concurrency) and cell.repetitions:
+            if (cell.k, cell.concurrency) == (k, concurrency):
                 return cell
         return None
 
@@ -168,7 +157,7 @@ class Benched(ServedModel):
         compare.
         """
         plain = self.cell(0, cell.concurrency)
-        if plain is None or not cell.repetitions or not min(plain.rates):
+        if plain is None or not min(plain.rates):
             return None
         return (
             min(cell.rates) / max(plain.rates),
@@ -186,12 +175,10 @@ class Benched(ServedModel):
         """From the smallest k upwards: a larger one only if its slowest repetition beats the
         fastest of the best.
         """
-        cells = [cell for cell in self.cells if cell.concurrency == concurrency and cell.rates]
-        cells.sort(key=lambda cell: cell.k)
-        says = "no k has a figure"
-        if cells:
+        cells = [cell for cell in self.cells if cell.concurrency == concurrency]
+        cells.sort(key=attrgetter("k"))
+        if min([len(cell.rates) for cell in cells]) < 2:
             says = "one repetition has no spread: measure with --repeat 3"
-        if not cells or min([len(cell.rates) for cell in cells]) < 2:
             return RecommendedK(concurrency=concurrency, k=None, says=says)
         best = cells[0]
         says = f"no larger k is faster than k={best.k} beyond the spread of the repetitions"
@@ -233,7 +220,7 @@ class BenchFact(StationFact):
     station = "bench"
     part = "bench"
     command = "bench {}"
-    form = 2
+    form = 3
 
     checkpoint: Benched
     source: Benched | None = None
@@ -272,11 +259,10 @@ class BenchFact(StationFact):
                 times = model.times(cell)
                 if cell.k and times:
                     yield detail("times as fast as k=0", case, model.role, times[1], "times")
-                if cell.repetitions:
-                    first = median([one.first_token_ms for one in cell.repetitions])
-                    other = median([one.per_token_ms for one in cell.repetitions])
-                    yield detail("ms to the first token", case, model.role, first, "ms")
-                    yield detail("ms for each further token", case, model.role, other, "ms")
+                first = median([one.first_token_ms for one in cell.repetitions])
+                other = median([one.per_token_ms for one in cell.repetitions])
+                yield detail("ms to the first token", case, model.role, first, "ms")
+                yield detail("ms for each further token", case, model.role, other, "ms")
                 yield from cell.drafts.accepted(model.role, cell.k, asked, is_detail=True)
 
     def _row(self, model: Benched, load: int, k: int | None, of: Arm) -> Iterator[Row]:
@@ -307,20 +293,6 @@ class BenchFact(StationFact):
                 yield f"{load}: no k is recommended: {row.says}."
         if advised:
             yield f"Serve {'; '.join(advised)}."
-        for model in self.models:
-            for cell in model.cells:
-                if cell.error:
-                    yield (
-                        f"{model.role}, k={cell.k}, {words_of(cell.concurrency)}: no figure. "
-                        f"{cell.error.rstrip('.')}."
-                    )
-
-    @property
-    def native_or_copy(self) -> str:
-        """How the checkpoint was served; a matrix whose servers all failed served nothing."""
-        if any(cell.repetitions for cell in self.checkpoint.cells):
-            return self.checkpoint.as_served
-        return ""
 
     @classmethod
     def reasons(cls, fact: "BenchFact | None", judging: Judging) -> Iterator[ReasonFact]:

@@ -28,16 +28,10 @@ class PredictedFact(ServedModel):
     Attributes:
         sha256: of the checkpoint's bytes, as `Identity.sha256`.
         perplexity: per token of the text.
-        sittings: servers that were started for it; more than one where a run was resumed.
-        seconds: of asking, over all of them.
     """
-
-    dropped = frozenset({"repeated"})
 
     sha256: str
     perplexity: Figure
-    sittings: PositiveInt
-    seconds: Figure
 
 
 class ClosenessFact(StationFact):
@@ -45,7 +39,6 @@ class ClosenessFact(StationFact):
 
     Attributes:
         text, text_sha256: the file with the texts.
-        texts: in the file; the last ones may be more than was asked for.
         windows, window: how many, and tokens of one at most. Each begins a text, or goes on in it
             without what was before.
         tokens: positions that were compared: all but the first of each window.
@@ -65,12 +58,10 @@ class ClosenessFact(StationFact):
     station = "closeness"
     part = "closeness"
     command = "eval {} --only closeness"
-    form = 2
-    dropped = frozenset({"against"})
+    form = 3
 
     text: str
     text_sha256: str
-    texts: Count
     windows: PositiveInt
     window: Annotated[int, Field(gt=1)]
     tokens: PositiveInt

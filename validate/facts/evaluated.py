@@ -80,9 +80,6 @@ class EvaluatedFact(Drafts, ServedModel):
         num_questions: that were asked and answered.
         num_truncated: answers cut at max_tokens.
         num_empty: answers without any text.
-        num_tokens: generated.
-        seconds: of asking, over all sittings if it was interrupted.
-        sittings: servers that were started; more than one where a run was resumed.
         samples: file in the report's folder with a line for each question, and its SHA-256.
     """
 
@@ -91,9 +88,6 @@ class EvaluatedFact(Drafts, ServedModel):
     num_questions: PositiveInt
     num_truncated: Count
     num_empty: Count
-    num_tokens: Count
-    seconds: Figure
-    sittings: Count
     samples: str
     samples_sha256: str
 
@@ -148,8 +142,6 @@ class TaskFact(StationFact):
         plain: the checkpoint without method=mtp; None where it was not asked so.
         drafting: `checkpoint` against `plain`.
     """
-
-    dropped = frozenset({"num_calls"})
 
     protocol: Evaluation
     dataset_sha256: str
@@ -254,7 +246,7 @@ class EvaluationFact(TaskFact):
     station = "eval"
     part = "evaluation"
     command = "eval {}"
-    form = 4
+    form = 5
 
     tasks: tuple[TaskFact, ...] = ()
 

@@ -5,7 +5,7 @@ Out: a `PairedFact`, or one-sided bounds for a gate.
 
 Easy to get wrong: a question that both get right, or both wrong, says nothing about a difference,
 and a quantized model differs from its source on few questions. So `difference` is the plain one,
-but `stderr`, `low` and `high` are Agresti and Min's.
+but `stderr` is Agresti and Min's.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ...checkpoints.fact import Count, Fact, Figure, Share
+from ...checkpoints.fact import Count, Fact, Figure
 from .binomial import difference_limits
 
 # Questions added to each of the four cells.
@@ -31,7 +31,6 @@ class PairedFact(Fact):
     Attributes:
         difference: checkpoint less source, as a share of all questions; negative is a loss.
         stderr: of `difference`, from the pairs.
-        low, high: two-sided confidence interval of `difference` at `confidence`.
         num: of questions.
         only_source, only_checkpoint: that one of them alone answers right, or gets more of.
     """
@@ -39,9 +38,6 @@ class PairedFact(Fact):
     filter: str
     difference: Difference
     stderr: Figure
-    low: Difference
-    high: Difference
-    confidence: Share
     num: Count
     only_source: Count
     only_checkpoint: Count
@@ -53,7 +49,6 @@ def paired(
     checkpoint: Sequence[float],
     *,
     runs: int = 1,
-    confidence: float = 0.95,
 ) -> PairedFact:
     """Compare two models' answers to the same questions.
 
@@ -62,34 +57,29 @@ def paired(
         source, checkpoint: right or not, or a share from 0 to 1; run after run, each with all
             questions in one order.
         runs: how often each question was asked. Its runs count as one pair, of their means.
-        confidence: of the two-sided interval.
-    Returns: `difference` as it was seen; `stderr`, `low` and `high` of the adjusted counts, within
-    -1 and 1.
+
+    Returns: `difference` as it was seen; `stderr` of the adjusted counts.
+
     Raises: ValueError if the sequences differ in length.
     """
     pairs = list(zip(_of_questions(source, runs), _of_questions(checkpoint, runs), strict=True))
     only_source, only_checkpoint = parted(*zip(*pairs, strict=True))
     changes = [after - before for before, after in pairs]
     # Where two models never differ, the usual standard error is zero, so twenty questions would
-    # seem to be proof. So half a question is added to each of the four cells first, which also
-    # moves the middle of the interval towards zero, by 2 in n + 2 (A. Agresti, Y. Min, "Simple
-    # improved confidence intervals for comparing matched proportions", Statistics in Medicine 24
-    # (2005), 729-740, "adjusted Wald"). Where an answer can be partly right, or a question is asked
-    # in several runs, the pairs are shares, and half a question is added in the same way to the
-    # sums of their differences and of the squares. Half a question gained and half a one lost leave
-    # the sum of the changes as it is.
+    # seem to be proof. So half a question is added to each of the four cells first (A. Agresti, Y.
+    # Min, "Simple improved confidence intervals for comparing matched proportions", Statistics in
+    # Medicine 24 (2005), 729-740, "adjusted Wald"). Where an answer can be partly right, or a
+    # question is asked in several runs, the pairs are shares, and half a question is added in the
+    # same way to the sums of their differences and of the squares. Half a question gained and half
+    # a one lost leave the sum of the changes as it is.
     total = len(pairs) + 4 * _ADDED
     middle = sum(changes) / total
     square = sum(change**2 for change in changes)
     stderr = sqrt((square + 2 * _ADDED) / total - middle**2) / sqrt(total)
-    reach = _z(1 - (1 - confidence) / 2) * stderr
     return PairedFact(
         filter=name,
         difference=sum(changes) / len(pairs),
         stderr=stderr,
-        low=max(-1.0, middle - reach),
-        high=min(1.0, middle + reach),
-        confidence=confidence,
         num=len(pairs),
         only_source=only_source,
         only_checkpoint=only_checkpoint,
@@ -109,9 +99,9 @@ def one_sided(fact: PairedFact, confidence: float, *, times: float = 1) -> tuple
     """(lower, upper) bound of the difference; with `confidence` it is above the first, and likewise
     below the second.
 
-    From the exact limits of both discordant shares, not from `low` and `high` of the fact: with a
-    normal approximation a loss at the limit goes through too often where every question on which
-    the models part is a loss. Differences of shares have no such limits, and get the normal ones.
+    From the exact limits of both discordant shares: with a normal approximation a loss at the limit
+    goes through too often where every question on which the models part is a loss. Differences of
+    shares have no such limits, and get the normal ones.
     `times`: as if so many times as many questions had been asked, with the same shares.
     """
     num = fact.num

@@ -1,9 +1,9 @@
-"""report.json, version 11: everything that was found about one checkpoint.
+"""report.json, version 12: everything that was found about one checkpoint.
 
 In and out: the file itself. `report.py` fills it, and `validate/report/card.py` makes the model
 card from it and from nothing else.
 
-    schema, keepmtp, vllm, made_at   11, what wrote it, the vLLM that judged, when (UTC)
+    schema, keepmtp, vllm, made_at   12, what wrote it, the vLLM that judged, when (UTC)
     path                             the checkpoint
     facts                            family, dialect, counts, bytes, forms of the MTP block
     findings [...]                   origin, severity, where, says, cure, rule, count
@@ -61,9 +61,8 @@ class FullReport(_Measured):
     """The file; see the module's docstring."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
-    dropped = frozenset({"verdict"})
 
-    version: Literal[11] = Field(default=11, alias="schema")
+    version: Literal[12] = Field(default=12, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, computed_field
 
-from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from ...checkpoints.fact import Count, Fact, NumDrafts
 from ...recipes.errors import counted
 from ...recipes.frozen import frozen
 from ...recipes.protocol import Gates
@@ -70,12 +70,12 @@ class Output(Fact):
         token_ids: the tokens, up to the end of text or the limit.
         text: the same as text.
         top_logprobs: for each token, log-probability by token id of the likeliest few; empty where
-            nobody asked for them. No file holds them.
+            nobody asked for them.
     """
 
     token_ids: tuple[int, ...]
     text: str
-    top_logprobs: tuple[Mapping[int, float], ...] = Field(default=(), exclude=True, repr=False)
+    top_logprobs: tuple[Mapping[int, float], ...] = ()
 
 
 class Parting(Fact):
@@ -192,23 +192,14 @@ class Run(Drafts):
 
     Attributes:
         loaded: the server came up and answered every prompt.
-        seconds_to_health: process start to a healthy server; None if it never was.
-        tokens_per_second: generated tokens over wall time, one request at a time, prompts and
-            log-probabilities included; None if not loaded.
-        outputs: one for each prompt; empty if not loaded.
         partings: prompts whose output differs from that of k=0 of the same checkpoint; None where
             there is nothing to compare with (k=0 itself, or it did not load).
         error: vLLM's last error words; "" if loaded.
         log: path of the server's log.
     """
 
-    dropped = frozenset({"is_repeatable", "probed"})
-
     k: NumDrafts
     loaded: bool
-    seconds_to_health: Figure | None = None
-    tokens_per_second: Figure | None = None
-    outputs: tuple[Output, ...] = ()
     partings: tuple[Parting, ...] | None = None
     error: str = ""
     log: str = ""
@@ -389,38 +380,31 @@ class ServeCheck(StationFact):
     Attributes:
         source: what the checkpoint is compared with; None where the user had none.
         checkpoint: the checkpoint that is judged.
-        prompts: what was asked.
-        max_tokens: limit of tokens a prompt.
-        seconds: of asking, over all servers.
+        num_prompts: that were asked.
         target: of a draft of its own, which is the checkpoint.
     """
 
     station = "serve"
     part = "serve"
     command = "eval {}"
-    form = 4
+    form = 5
 
     source: Served | None
     checkpoint: Served
-    prompts: tuple[str, ...]
-    max_tokens: Count
-    seconds: Figure
+    num_prompts: Count
     target: OfDraft = None
 
     def rows(self, wanted: str) -> Iterator[Row]:
-        """By k what was accepted, how fast it was, and outputs that are those of k=0."""
-        asked = counted(len(self.prompts), "prompt")
+        """By k what was accepted, and outputs that are those of k=0."""
+        num = self.num_prompts
+        asked = counted(num, "prompt")
         for model in self.models:
             for run in model.runs:
                 yield from run.accepted(model.role, run.k, asked)
                 case = f"k={run.k}, {asked}"
                 if not run.loaded:
                     yield detail("server", case, model.role, None)
-                if run.tokens_per_second is not None:
-                    rate = run.tokens_per_second
-                    yield detail("tokens a second, one at a time", case, model.role, rate, "rate")
                 if run.partings is not None:
-                    num = len(run.outputs)
                     same = num - len(run.partings)
                     yield detail("outputs as with k=0", case, model.role, same, n=num)
 
@@ -444,10 +428,10 @@ class ServeCheck(StationFact):
                 sources[run.k] = run
         run = max(self.checkpoint.drafting, key=lambda run: (run.k in sources, run.k))
         return Drafted(
-            what=counted(len(self.prompts), "prompt"),
+            what=counted(self.num_prompts, "prompt"),
             unit="prompts",
             k=run.k,
-            num_asked=len(self.prompts),
+            num_asked=self.num_prompts,
             as_served=self.checkpoint.as_served,
             checkpoint=run,
             source=sources.get(run.k),

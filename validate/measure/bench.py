@@ -15,7 +15,6 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field
 from itertools import product
 from pathlib import Path
 
@@ -26,8 +25,6 @@ from ...quantize.run.child import Child
 from ...recipes.errors import first_fault
 from ...recipes.frozen import Json, frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Repetition, RequestForm
-from ..facts.results import now
-from ..facts.rows import Arm
 from ..facts.served import counters
 from .harness import (
     Ask,
@@ -114,15 +111,12 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
 
 @frozen
 class Bench:
-    """The station: how to serve, whom, what to measure, and a sentence for each (whose, k, requests
-    in flight) that failed.
-    """
+    """The station: how to serve, whom, and what to measure."""
 
     setup: Setup
     source: Model | None
     checkpoint: Model
     plan: BenchPlan
-    errors: dict[tuple[Arm, int, int], str] = field(default_factory=dict)
 
     def works(self, model: Model) -> list[Work]:
         """What is missing of a checkpoint's matrix."""
@@ -153,17 +147,12 @@ class Bench:
             for line in file.in_order():
                 if (line.k, line.concurrency) == (k, concurrency):
                     lines.append(line.repetition)
-            error = self.errors.get((model.role, k, concurrency), "")
-            cells.append(
-                BenchCell(k=k, concurrency=concurrency, repetitions=tuple(lines), error=error)
-            )
+            cells.append(BenchCell(k=k, concurrency=concurrency, repetitions=tuple(lines)))
         return Benched(
             role=model.role,
             path=model.source.where,
             sha256=model.identity.sha256,
             form=file.header.form,
-            max_num_seqs=file.header.max_num_seqs,
-            max_model_len=file.header.max_model_len,
             cells=tuple(cells),
             **file.served,
         )
@@ -175,18 +164,14 @@ class Bench:
         file = open_matrix(model, self.plan, self.setup)
         file.wanted = []
         for k in self._ks(model):
-            for place in self.plan.places(k):
-                # Of a load that failed once, nothing more is asked, and nothing counts.
-                if (model.role, k, place.concurrency) not in self.errors:
-                    file.wanted.append(place)
+            file.wanted += self.plan.places(k)
         return file
 
 
 def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
-    """One server's part of the matrix; of a load that failed once, nothing more is asked."""
+    """One server's part of the matrix."""
     setup = station.setup
     plan = station.plan
-    errors = station.errors
     header = file.header
     name = f"bench.{header.role}.k{k}"
 
@@ -195,9 +180,8 @@ def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
         log = setup.log(f"{name}.client")
         warm = set[int]()
 
-        def measured(place: MatrixPlace, sent: Sequence[str], most: int) -> Measured | None:
+        def measured(place: MatrixPlace, sent: Sequence[str], most: int) -> Measured:
             before = server.drafts()
-            began = now()
             found = answered(
                 {
                     "texts": sent,
@@ -214,17 +198,13 @@ def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
             failed = len(sent) - found["completed"]
             if failed:
                 # vLLM's benchmark counts a failed request and goes on, and its figures are then
-                # those of a smaller load. Here it leaves no figure, only the sentence that says
-                # why.
+                # those of a smaller load.
                 said = next(filter(None, found["errors"]), "no reason given")
                 words = said.strip().splitlines()[-1][:_MAX_WORDS]
-                says = f"{failed} of {len(sent)} requests failed: {words}"
-                errors[model.role, k, place.concurrency] = says
-                return None
+                raise ServerFailed(f"{failed} of {len(sent)} requests failed: {words}", log)
             try:
                 repetition = Repetition(
                     number=place.number,
-                    at=began,
                     seconds=found["duration"],
                     requests=found["completed"],
                     input_tokens=found["total_input_tokens"],
@@ -238,7 +218,7 @@ def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
                 raise ServerFailed(words, log) from error
             return Measured(k=k, concurrency=place.concurrency, repetition=repetition)
 
-        def ask(place: MatrixPlace) -> Measured | None:
+        def ask(place: MatrixPlace) -> Measured:
             """A warm-up, once a load, whose answers are short and which no file holds; then the
             repetition.
             """
@@ -247,8 +227,6 @@ def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
             if load not in warm:
                 warm.add(load)
                 measured(place, sent[:load], min(WARM_UP_TOKENS, plan.output_tokens))
-            if (model.role, k, load) in errors:
-                return None
             return measured(place, sent, plan.output_tokens)
 
         with _client(setup, server, log) as answered:

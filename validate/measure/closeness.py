@@ -198,14 +198,11 @@ class Closeness:
 
 def _predicted(model: Model, file: PredictedFile | ComparedFile, nll: float) -> PredictedFact:
     """One model on the text, with so many nats a token."""
-    sittings = file.sittings.values()
     return PredictedFact(
         role=model.role,
         path=model.source.where,
         sha256=model.identity.sha256,
         perplexity=math.exp(nll),
-        sittings=len(sittings),
-        seconds=file.seconds,
         **file.served,
     )
 

@@ -24,7 +24,6 @@ def closeness(file: ComparedFile) -> Json:
     num = sum(sizes)
     asked = file.header.model_dump(include={"text_sha256", "window", "top", "vocabulary"})
     return asked | {
-        "texts": file.header.num_texts,
         "windows": len(lines),
         "tokens": num,
         "outside": min(1.0, math.fsum(outside) / num),

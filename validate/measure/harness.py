@@ -258,8 +258,6 @@ class Host:
                     sitting=number,
                     as_served=self.as_served,
                     reason=reason,
-                    seconds_to_health=server.seconds_to_health,
-                    seconds=round(time.monotonic() - start, 3),
                     has_all=has_all,
                     **counters(read(before)),
                 )

@@ -7,19 +7,14 @@ Easy to get wrong: vLLM loads a dead draft without a word. Its acceptance tells,
 here; which weight nobody wrote, the dry load finds.
 """
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import nullcontext
+from functools import partial
 
 from ...recipes.frozen import frozen
-from ..facts.served import Output, Run, ServeCheck, Served, partings, those
-from .harness import Ask, Failures, Model, Setup, Work, as_hosted, drafted_by, room_for
+from ..facts.served import Run, ServeCheck, Served, partings
+from .harness import Failures, Model, Setup, Work, as_hosted, drafted_by, room_for
 from .server import Server
-from .store import Continuation, ContinuationHeader, LineFile, open_lines
-
-_WARM_UP_TOKENS = 32
-_OUTPUT = {*Output.model_fields}
+from .store import Continuation, ContinuationHeader, open_lines
 
 
 @frozen
@@ -51,16 +46,12 @@ class AcceptanceStation:
         """What both answered, or how their servers failed; without a source acceptance stays
         unjudged.
         """
-        models = those(self.source, self.checkpoint)
-        works = chain.from_iterable(map(self._all, models))
         target = self.checkpoint.target
         return ServeCheck(
             source=self.source and self.served(self.source, failures),
             checkpoint=self.served(self.checkpoint, failures),
-            prompts=self.prompts,
-            max_tokens=self.max_tokens,
+            num_prompts=len(self.prompts),
             environment=self.setup.environment,
-            seconds=sum([work.file.seconds for work in works]),
             target=target and target.as_target,
         )
 
@@ -68,6 +59,7 @@ class AcceptanceStation:
         """One checkpoint at every k that was tried."""
         how = as_hosted(model, self.setup)
         runs = list[Run]()
+        plain = list[Continuation]()
         for work in self._all(model):
             log = str(self.setup.log(work.name))
             failure = failures.get((model.role, work.k))
@@ -76,7 +68,14 @@ class AcceptanceStation:
                 if not work.k:
                     break
                 continue
-            runs.append(_run(work.file, work.k, log, runs[:1]))
+            lines = work.file.in_order()
+            parted = None
+            if work.k:
+                parted = partings(plain, lines)
+            else:
+                plain = lines
+            counts = work.file.counts
+            runs.append(Run(k=work.k, loaded=True, log=log, partings=parted, **counts))
             how = work.file.served
         return Served(
             role=model.role,
@@ -100,25 +99,16 @@ class AcceptanceStation:
             **self.setup.asked_of(model),
         )
 
-        @contextmanager
-        def asking(server: Server) -> Iterator[Ask]:
-            """The first prompt once for warming up, then each of them, timed."""
-            server.complete(self.prompts[0], max_tokens=min(_WARM_UP_TOKENS, self.max_tokens))
-
-            def ask(prompt: int) -> Continuation:
-                start = time.monotonic()
-                output = server.complete(self.prompts[prompt], max_tokens=self.max_tokens)
-                seconds = time.monotonic() - start
-                return Continuation(prompt=prompt, seconds=seconds, **dict(output))
-
-            yield ask
+        def ask(server: Server, prompt: int) -> Continuation:
+            output = server.complete(self.prompts[prompt], max_tokens=self.max_tokens)
+            return Continuation(prompt=prompt, **dict(output))
 
         room = room_for(self.prompts, model.source, is_chat=False, max_tokens=self.max_tokens)
         return Work(
             name=name,
             model=model,
             file=open_lines(self.setup.out, name, header),
-            asking=asking,
+            asking=lambda server: nullcontext(partial(ask, server)),
             k=k,
             max_model_len=room,
             max_num_seqs=4,
@@ -126,25 +116,3 @@ class AcceptanceStation:
             unit="prompt",
             task="acceptance",
         )
-
-
-def _run(
-    file: LineFile[ContinuationHeader, Continuation], k: int, log: str, before: list[Run]
-) -> Run:
-    """What one server's file says, against the run without drafting."""
-    lines = file.in_order()
-    outputs = tuple([Output(**line.model_dump(include=_OUTPUT)) for line in lines])
-    rate = sum([line.num_tokens for line in lines]) / sum([line.seconds for line in lines])
-    parted = None
-    if before and before[0].loaded:
-        parted = partings(before[0].outputs, outputs)
-    return Run(
-        k=k,
-        loaded=True,
-        seconds_to_health=[*file.sittings.values()][-1].seconds_to_health,
-        tokens_per_second=rate,
-        outputs=outputs,
-        log=log,
-        partings=parted,
-        **file.counts,
-    )

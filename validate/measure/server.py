@@ -111,7 +111,6 @@ class Server:
     Attributes:
         client: bound to its address.
         process: its supervisor; it ends when the front end does, with its status.
-        seconds_to_health: from process start.
         log: everything it prints.
         name: of its model, which no other server has.
         environment: that its process was given, for another one in vLLM's Python.
@@ -119,7 +118,6 @@ class Server:
 
     client: httpx.Client
     process: subprocess.Popen[Any]
-    seconds_to_health: float
     log: Path
     name: str
     environment: Mapping[str, str]
@@ -361,7 +359,6 @@ def serving(
             yield Server(
                 client=client,
                 process=child.process,
-                seconds_to_health=time.monotonic() - start,
                 log=log,
                 name=name,
                 environment=variables,

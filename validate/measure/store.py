@@ -7,7 +7,7 @@ server was doing:
 
     {"role": "source", "checkpoint_sha256": ..., "vllm": ..., "protocol": ...}
     {"question": 0, prompt_sha256, text, finish_reason, num_tokens, correct}         from 0
-    {"drafts": 9, draft_tokens, ..., "sitting": 1, as_served, reason, seconds, has_all}
+    {"drafts": 9, draft_tokens, ..., "sitting": 1, as_served, reason, has_all}
 
 A server is a sitting; its last line counts. `correct`, by filter, is there once all questions are
 answered; the file is then in order and changes no more.
@@ -32,7 +32,7 @@ from ...recipes.frozen import Json
 from ...recipes.protocol import Evaluation
 from ..facts.benched import Repetition, RequestForm
 from ..facts.rows import Arm
-from ..facts.served import AsServed, Drafts, counters, total
+from ..facts.served import AsServed, Drafts, Output, counters, total
 
 _CURE = "Move the file away, and what it held is measured again"
 
@@ -42,19 +42,15 @@ class Sitting(Drafts):
 
     Attributes:
         sitting: from 1.
-        seconds: of asking so far.
         has_all: nothing was left to ask.
-        seconds_to_health: from the start of its process.
     """
 
-    dropped = frozenset({"repeated"})
+    dropped = frozenset({"repeated", "seconds", "seconds_to_health"})
 
     sitting: int = Field(gt=0)
     as_served: AsServed
     reason: str
-    seconds: Figure
     has_all: bool = False
-    seconds_to_health: Figure = 0.0
 
 
 class Line(Fact):
@@ -87,16 +83,13 @@ class Answer(Line):
     correct: Mapping[str, bool] = Field(default_factory=dict)
 
 
-class Continuation(Line):
-    """What a server wrote after one prompt, greedily, and how long it took; see `Output`."""
+class Continuation(Output, Line):
+    """What a server wrote after one prompt, greedily."""
 
     key = "prompt"
+    dropped = frozenset({"seconds"})
 
     prompt: Count
-    seconds: Figure
-    text: str
-    token_ids: tuple[int, ...]
-    top_logprobs: tuple[Mapping[int, float], ...]
 
     @property
     def num_tokens(self) -> int:
@@ -287,11 +280,6 @@ class LineFile(Generic[Head, OneLine]):
     def missing(self) -> list[Any]:
         """Places without a line."""
         return [place for place in self.wanted if place not in self.lines]
-
-    @property
-    def seconds(self) -> float:
-        """Of asking, over all servers."""
-        return sum([sitting.seconds for sitting in self.sittings.values()])
 
     @property
     def counts(self) -> Json:

@@ -60,7 +60,6 @@ class Tasks:
     Attributes:
         setup, source, checkpoint: how to serve, and what.
         asked: the questions of each task, the recipe's first task first.
-        confidence: of the interval around the paired difference.
         has_plain: ask the checkpoint with MTP off.
     """
 
@@ -68,7 +67,6 @@ class Tasks:
     source: Model | None
     checkpoint: Model
     asked: tuple[Questions, ...]
-    confidence: float
     has_plain: bool = True
 
     def works(self, model: Model) -> list[Work]:
@@ -89,7 +87,7 @@ class Tasks:
         difference is unknown.
         """
         models = those(self.source, *self._arms(self.checkpoint))
-        facts = [_task_fact(one, models, self.setup, self.confidence) for one in self.asked]
+        facts = [_task_fact(one, models, self.setup) for one in self.asked]
         return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
 
     def _arms(self, model: Model) -> list[Model]:
@@ -160,9 +158,7 @@ def _answer(server: Server, questions: Questions, number: int) -> Answer:
     )
 
 
-def _task_fact(
-    questions: Questions, models: Sequence[Model], setup: Setup, confidence: float
-) -> TaskFact:
+def _task_fact(questions: Questions, models: Sequence[Model], setup: Setup) -> TaskFact:
     """What one task gave, once all have answered it; finishes the files."""
     protocol = questions.protocol
     files = {}
@@ -185,9 +181,6 @@ def _task_fact(
             num_questions=len(answers),
             num_truncated=sum([answer.finish_reason == "length" for answer in answers]),
             num_empty=sum([not answer.text.strip() for answer in answers]),
-            num_tokens=sum([answer.num_tokens for answer in answers]),
-            seconds=samples.seconds,
-            sittings=len(samples.sittings),
             samples=samples.path.name,
             samples_sha256=file_sha256(samples.path),
             **samples.counts,
@@ -196,8 +189,7 @@ def _task_fact(
     after = rights["checkpoint"]
     pairs = []
     for name, before in rights.get("source", {}).items():
-        how = {"runs": protocol.repeats, "confidence": confidence}
-        pairs.append(paired(name, before, after[name], **how))
+        pairs.append(paired(name, before, after[name], runs=protocol.repeats))
     drafted = None
     if "plain" in files:
         drafted = lossless.drafting(files["plain"], files["checkpoint"], list(after))

@@ -270,8 +270,6 @@ def _refuse_strange(folder: Path) -> None:
 _PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")
 # The folder of a field that is a path, in JSON.
 _FOLDER = re.compile(r'"(?:path|log|samples)": "(/[^"]+/)')
-# Text of a model, or for one.
-_TEXT_FIELDS = frozenset({"prompts", "outputs"})
 
 
 def portable(report: FullReport) -> FullReport:
@@ -295,10 +293,7 @@ def shortened(text: str, folders: Sequence[str] = ()) -> str:
 
 def _walk(value: Any, folders: Sequence[str]) -> Any:
     if isinstance(value, dict):
-        walked = {}
-        for key, inner in value.items():
-            walked[key] = inner if key in _TEXT_FIELDS else _walk(inner, folders)
-        return walked
+        return {key: _walk(inner, folders) for key, inner in value.items()}
     if isinstance(value, list):
         return [_walk(inner, folders) for inner in value]
     if isinstance(value, str):

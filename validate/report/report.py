@@ -270,7 +270,7 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 11 does not
+        CheckpointError: no such file, no JSON, another version, or a field that version 12 does not
             have.
     """
     raw = read_bytes_of(path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --record` wrote")
@@ -279,7 +279,7 @@ def read_json(path: Path) -> FullReport:
     except ValidationError as error:
         raise CheckpointError(
             path,
-            f"a report is a {JSON_FILE} of version 11",
+            f"a report is a {JSON_FILE} of version 12",
             got=first_fault(error),
             cure="Run the check again with this keepmtp",
         ) from error

@@ -116,7 +116,7 @@ def test_a_result_read_back_is_the_same(evidence):
         assert (
             json.loads(before)["schema"]
             == STATIONS[station].form
-            == {"check": 3, "serve": 4, "lossless": 1, "eval": 4, "bench": 2, "closeness": 2}[
+            == {"check": 3, "serve": 5, "lossless": 1, "eval": 5, "bench": 3, "closeness": 3}[
                 station
             ]
         )
@@ -126,14 +126,14 @@ def test_a_result_read_back_is_the_same(evidence):
 @pytest.mark.parametrize(
     "written, other, says",
     [
-        ('"schema": 4', '"schema": 3', "version 4; got one of serve, version 3"),
-        ('"schema": 4', '"schema": 4, "colour": "red"', "version 4; got colour"),
+        ('"schema": 5', '"schema": 3', "version 5; got one of serve, version 3"),
+        ('"schema": 5', '"schema": 5, "colour": "red"', "version 5; got colour"),
         (
             '"station": "serve"',
             '"station": "eval"',
-            "a result of serve, version 4; got one of eval",
+            "a result of serve, version 5; got one of eval",
         ),
-        ('"max_tokens": 128', '"floor": "high"', r"version 4; got data\.max_tokens"),
+        ('"num_prompts": 2', '"floor": "high"', r"version 5; got data\.num_prompts"),
     ],
 )
 def test_a_file_that_is_no_result(written, other, says, evidence):

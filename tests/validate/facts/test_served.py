@@ -31,5 +31,3 @@ def test_a_file_gives_the_counts_and_no_figure():
     written = run.model_dump(mode="json")
     assert written["acceptance"] == 0.85 and written["acceptance_per_position"] == [1.0, 0.7]
     assert Run.model_validate(written | {"acceptance": 0.99}) == Run.model_validate(written) == run
-    output = Output(token_ids=(1,), text="a", top_logprobs=({1: -0.1},))
-    assert output.model_dump() == {"token_ids": (1,), "text": "a"}

@@ -59,7 +59,7 @@ def said(call: str, answers: Iterator[bytes], status: int = 200) -> str:
     client = httpx.Client(transport=httpx.MockTransport(answered), base_url="http://server")
     own = {"process": SimpleNamespace(wait=runs_on), "log": Path("log"), "name": "glm"}
     try:
-        CALLS[call](Server(client=client, seconds_to_health=0.0, environment={}, **own))
+        CALLS[call](Server(client=client, environment={}, **own))
     except KeepMTPError as error:
         return str(error)
     return ""

@@ -80,7 +80,9 @@ def test_answers_with_another_target_do_not_count(tmp_path):
         report = verify(report_folder(draft))
         assert report.serve is not None and report.target is not None
         assert report.target == report.serve.target and report.target.path == str(target)
-        assert [run.outputs[0].text for run in report.serve.checkpoint.runs] == [text, text]
+        files = report_folder(draft).glob("serve.checkpoint.*.jsonl")
+        asked = [lines for file in files if report.target.sha256 in (lines := file.read_text())]
+        assert [f'"text":"{text}"' in lines for lines in asked] == [True, True]
         assert report.facts.num_tensors == 34 and not report_folder(target).exists()
 
 
