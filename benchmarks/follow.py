@@ -33,6 +33,7 @@ from keepmtp.recipes.families import find_family
 from keepmtp.recipes.runtimes.vllm import NEWEST, holds, parsed
 from keepmtp.validate import keepmtp_cures
 from keepmtp.validate.dryload import loader
+from keepmtp.validate.dryload.failures import known
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.keepmtp_cures import source_hash
@@ -114,12 +115,15 @@ def asked_otherwise(old: Path, new: Path) -> Iterator[tuple[str, str]]:
 
 def cures_that_end(site: Path, version: str) -> Iterator[tuple[str, str]]:
     """Cures that do nothing in a version: it has no such defect, or their source is another."""
-    for defect in keepmtp_cures.defects():
-        name = defect["cure_in_vllm"]
-        cure = keepmtp_cures.found(name)
-        if not holds(defect.get("versions", ""), version):
-            yield name, f"the defect is not in {version}: {defect['versions']}"
+    cures = keepmtp_cures.cures()
+    for defect in known().defects:
+        name = defect.cure_in_vllm
+        if not name:
             continue
+        if not holds(defect.versions, version):
+            yield name, f"the defect is not in {version}: {defect.versions}"
+            continue
+        cure = cures[name]
         own = source_hash(site / f"{cure.module.replace('.', '/')}.py", cure.names)
         if not own:
             yield name, f"gone: {', '.join(cure.names)} of {cure.module}"

@@ -4,15 +4,15 @@ In: KEEPMTP_CURES, "1" for every cure or names with commas; unset, nothing happe
 `register` in its front end, its engine and each worker. Out: the classes and functions of vLLM that
 a cure names, mended as their modules are imported; `OUTCOMES` and a line of the log for each.
 
-The versions that have a defect are those of validate/dryload/failures.toml, whose key
-`cure_in_vllm` names a cure here, as "step.draft_scales". A cure changes how a model is built or
-loaded, never what is computed from the same weights. It is applied only if the source of what it
-replaces has a hash that it was written against, and the version is one that keepmtp knows.
+A cure is called as its file and function, "step.draft_scales"; so names it the key `cure_in_vllm`
+of validate/dryload/failures.toml. It changes how a model is built or loaded, never what is computed
+from the same weights, and is applied only if the source of what it replaces has a hash that it was
+written against: another version of vLLM, or somebody's fork, has the defect as long as it has that
+source. Of what is not as it was read nothing is patched, and one line says why.
 
-Easy to get wrong: this runs in vLLM's environment and has nothing of keepmtp but data. A module
-that was imported before `register` is mended at once, but a name that another module took from it
-is not. And vLLM may be somebody's fork: of what is not as it was read nothing is patched, and one
-line says why.
+Easy to get wrong: this runs in vLLM's environment and has nothing else of keepmtp. A module that
+was imported before `register` is mended at once, but a name that another module took from it is
+not.
 """
 
 import ast
@@ -20,27 +20,19 @@ import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
-import json
 import os
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 VARIABLE = "KEEPMTP_CURES"
 OUTCOMES: dict[str, str] = {}
 """Cure -> what became of it in this process: "" where it was applied, else why it was not. One
 whose module was not imported is not there.
 """
-_VALIDATE = Path(__file__).resolve().parent.parent
-_DEFECTS = _VALIDATE / "dryload" / "failures.toml"
-_KNOWN = _VALIDATE.parent / "recipes" / "runtimes" / "vllm.json"
 
 
 @dataclass(frozen=True)
@@ -100,68 +92,32 @@ def register() -> None:
         mend(chosen)
 
 
-def mend(chosen: str, version: str = "") -> None:
-    """Mend what has a cure, now or as its module is imported.
-
-    Args:
-        chosen: "1" for all, or names with commas.
-        version: of vLLM; its own if "".
-    """
+def mend(chosen: str) -> None:
+    """Mend what has a cure, now or as its module is imported: "1" is all, names have commas."""
+    every = cures()
+    wanted = {name.strip() for name in chosen.split(",")} - {""}
+    if "1" in wanted:
+        wanted = {*every}
     waiting: Waiting = defaultdict(dict)
-    for name in _that_apply(chosen, version or _own_version()):
-        cure = found(name)
-        waiting[cure.module][name] = cure
+    for name in sorted(wanted - OUTCOMES.keys()):  # a second call mends nothing twice
+        if name in every:
+            waiting[every[name].module][name] = every[name]
+        else:
+            _say(name, "there is no such cure")
     sys.meta_path.insert(0, _Finder(waiting))  # first: a cure may import a module with another
-    for name in [*waiting]:
-        if name in sys.modules:
-            _apply(sys.modules[name], waiting.pop(name, {}))
+    for module in [*waiting]:
+        if module in sys.modules:
+            _apply(sys.modules[module], waiting.pop(module, {}))
 
 
-def found(name: str) -> Cure:
-    """A cure by its name in the table of defects."""
-    file, _, function = name.partition(".")
-    return getattr(importlib.import_module(f"{__name__}.{file}"), function)
-
-
-def defects() -> list[dict[str, Any]]:
-    """The rows of the table that have a cure here."""
-    rows = tomllib.loads(_DEFECTS.read_text())["defects"].values()
-    return [row for row in rows if "cure_in_vllm" in row]
-
-
-def _own_version() -> str:
-    return str(importlib.import_module("vllm").__version__)
-
-
-def _that_apply(chosen: str, version: str) -> list[str]:
-    """The cures that are chosen and that this version has a defect for."""
-    try:
-        release = Version(Version(version).base_version)
-    except InvalidVersion:
-        _say(chosen, f"vLLM says no version that can be compared, but {version}")
-        return []
-    newest = max([Version(known) for known in json.loads(_KNOWN.read_text())])
-    if release.release[:2] > newest.release[:2]:
-        _say(chosen, f"vLLM {version} is newer than any that was read, which end with {newest}")
-        return []
-    wanted = {name.strip() for name in chosen.split(",")}
-    is_all = "1" in wanted
-    wanted -= {"1", ""}
-    apply = list[str]()
-    for defect in defects():
-        name = defect["cure_in_vllm"]
-        if not is_all and name not in wanted:
-            continue
-        wanted.discard(name)
-        if name in OUTCOMES:
-            continue  # a second call mends nothing twice
-        if release in SpecifierSet(defect.get("versions", "")):
-            apply.append(name)
-        elif not is_all:
-            _say(name, f"vLLM {version} does not have the defect")
-    for name in sorted(wanted):
-        _say(name, "there is no such cure")
-    return apply
+def cures() -> dict[str, Cure]:
+    """Every cure, by its name."""
+    found = dict[str, Cure]()
+    for file in Path(__file__).parent.glob("[a-z]*.py"):
+        for name, value in vars(importlib.import_module(f"{__name__}.{file.stem}")).items():
+            if isinstance(value, Cure):
+                found[f"{file.stem}.{name}"] = value
+    return found
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keepmtp.recipes.runtimes.vllm import NEWEST
 from keepmtp.validate import keepmtp_cures
+from keepmtp.validate.dryload.failures import known
 from keepmtp.validate.keepmtp_cures import Cure, source_hash
 
 NAME = "toy.draft"
@@ -38,18 +38,13 @@ def toy(tmp_path: Path, monkeypatch) -> Any:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(keepmtp_cures, "OUTCOMES", {})
-    monkeypatch.setattr(keepmtp_cures, "found", cures.__getitem__)
-    monkeypatch.setattr(
-        keepmtp_cures,
-        "defects",
-        lambda: [{"cure_in_vllm": name, "versions": ">=0.32"} for name in cures],
-    )
+    monkeypatch.setattr(keepmtp_cures, "cures", lambda: cures)
 
-    def loads(chosen: str = "1", version: str = NEWEST, *, before: bool = False) -> str:
+    def loads(chosen: str = "1", *, before: bool = False) -> str:
         importlib.invalidate_caches()
         if before:
             importlib.import_module(MODULE)
-        keepmtp_cures.mend(chosen, version)
+        keepmtp_cures.mend(chosen)
         return importlib.import_module(MODULE).Draft().load()
 
     yield loads, cures, fits
@@ -61,7 +56,7 @@ def toy(tmp_path: Path, monkeypatch) -> Any:
 def test_what_is_as_it_was_read_is_mended(chosen, before, toy):
     loads, *_ = toy
     assert loads(chosen, before=before) == "mended" and keepmtp_cures.OUTCOMES == {NAME: ""}
-    keepmtp_cures.mend(chosen, NEWEST)
+    keepmtp_cures.mend(chosen)
     assert keepmtp_cures.OUTCOMES == {NAME: ""}, "a second call mends nothing"
 
 
@@ -73,27 +68,19 @@ def another(**other: Any) -> Callable[[Cures, Cure], None]:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "version", "change", "why"),
+    ("chosen", "change", "why"),
     [
-        ("1", NEWEST, another(hashes=("0" * 12,)), "is not the source that it was written for"),
-        (
-            "1",
-            NEWEST,
-            another(names=("Draft.gone",)),
-            "is not the source that it was written for: no",
-        ),
-        ("1", NEWEST, another(apply=of_another_fork), "no attribute 'only_in_vllm'"),
-        ("1", "9.1.0.dev3+g12", None, f"is newer than any that was read, which end with {NEWEST}"),
-        ("1", "dev", None, "no version that can be compared, but dev"),
-        (NAME, "0.31.0", None, "vLLM 0.31.0 does not have the defect"),
-        ("toy.gone", NEWEST, None, "there is no such cure"),
+        ("1", another(hashes=("0" * 12,)), "is not the source that it was written for"),
+        ("1", another(names=("Draft.gone",)), "is not the source that it was written for: no"),
+        ("1", another(apply=of_another_fork), "no attribute 'only_in_vllm'"),
+        ("toy.gone", None, "there is no such cure"),
     ],
 )
-def test_what_is_not_is_left_alone_and_a_line_says_why(chosen, version, change, why, toy, capsys):
+def test_what_is_not_is_left_alone_and_a_line_says_why(chosen, change, why, toy, capsys):
     loads, cures, fits = toy
     if change:
         change(cures, fits)
-    assert loads(chosen, version) == "as it is"
+    assert loads(chosen) == "as it is"
     assert why in next(iter(keepmtp_cures.OUTCOMES.values()))
     lines = capsys.readouterr().err.splitlines()
     assert lines and all("did nothing: " in each for each in lines)
@@ -114,20 +101,13 @@ def test_it_is_off_unless_it_is_asked_for(variable, monkeypatch, toy):
 
 
 def test_every_cure_of_the_table_is_there_and_no_other():
-    rows = [row["cure_in_vllm"] for row in keepmtp_cures.defects()]
-    made = []
-    for file in Path(keepmtp_cures.__file__).parent.glob("[a-z]*.py"):
-        module = importlib.import_module(f"{keepmtp_cures.__name__}.{file.stem}")
-        for name, value in vars(module).items():
-            if isinstance(value, Cure):
-                made.append(f"{file.stem}.{name}")
-    assert sorted(made) == sorted(rows)
+    named = [row.cure_in_vllm for row in known().defects if row.cure_in_vllm]
+    assert sorted(named) == sorted(keepmtp_cures.cures())
 
 
 def test_no_two_cures_replace_the_same():
     """The second would undo the first."""
     replaced = []
-    for row in keepmtp_cures.defects():
-        cure = keepmtp_cures.found(row["cure_in_vllm"])
+    for cure in keepmtp_cures.cures().values():
         replaced += [(cure.module, name) for name in cure.names]
-    assert len(replaced) == len({*replaced})
+    assert len(replaced) == len({*replaced}) > 5

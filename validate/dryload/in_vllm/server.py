@@ -120,7 +120,7 @@ def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
             sys.path.insert(0, os.path.dirname(cures))
             package = importlib.import_module(os.path.basename(cures))
             del sys.path[0]
-            package.mend(chosen, job["vllm"])
+            package.mend(chosen)
             outcomes = package.OUTCOMES
         account = StagedLoad(types.SimpleNamespace(**job), gpu=gpu).account()
         # Only now: most modules are imported, and so mended, while the model is built.
