@@ -189,7 +189,7 @@ def check_json(data: CheckData, accounts: Sequence[LoadAccount] = ()) -> Json:
                 "shared": model.shared,
                 "kernels": [kernel.model_dump() for kernel in model.kernels],
             }
-        shown = load.model_dump(exclude={"k", "num_errors"}) | models
+        shown = load.model_dump(exclude={"k"}) | models
         shown |= {"num_drafts": load.k, "loads": load.failure is None}
         shown["cured_in"] = cured_in(load, data.dry)
         printed.setdefault("dry", []).append(shown)

@@ -104,7 +104,7 @@ def test_a_kernel_that_the_log_does_not_name_is_red():
     checked = {"layer": "", "method": "", "count": 1, "outcome": "ok"}
     target = {"kernels": [checked | {"where": "model.layers.0.mlp", "kernel": "MarlinKernel"}]}
     dry = gpu.DryLoad.model_validate(
-        {"vllm": "0.33.0", "gpu": "sm90", "tp": 1, "k": 3, "ok": True, "runner": "v1"}
+        {"vllm": "0.33.0", "gpu": "sm90", "tp": 1, "k": 3, "ok": True}
         | {"seconds": 1.0, "peak_mib": 1, "target": target, "draft": {"kernels": []}}
     )
     for log, is_met in (("Using MarlinKernel for x", True), ("Using 'Humming' for x", False)):

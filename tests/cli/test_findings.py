@@ -156,7 +156,7 @@ def test_several_versions_are_a_table():
     """Each version, the oldest first: what is wrong, and the version that cures it; one that is
     cured later is named, and so is a gap.
     """
-    silent = {"ok": False, "num_errors": 2, "error": "lm_head.weight: is filled by nothing " * 9}
+    silent = {"ok": False, "error": "lm_head.weight: is filled by nothing " * 9}
     stage = {"stage": "construct", "role": "draft", "type": "AttributeError", "words": "no x"}
     failed = {"ok": False, "error": "x: no", "failure": LoadFailure(**stage)}
     defect = failed | {

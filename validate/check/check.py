@@ -282,17 +282,11 @@ def _unread(path: str, rule: str, error: CheckpointError) -> Checked:
 def facts_of(view: StoredView) -> CheckpointFacts:
     """What a checkpoint is; without a family, its MTP tensors are those whose names say so."""
     entries = view.source.entries
-    names = entries.keys() & view.mtp_names
-    forms = set[str]()
-    for weight in view.weights.values():
-        if len(weight.shape) >= 2 and not names.isdisjoint(weight.names()):
-            forms.add(weight.form.replace("plain", weight.weight.dtype))
     facts = CheckpointFacts(
         dialect=shortened(view.dialect.name),
         num_tensors=len(entries),
         num_bytes=total_bytes(entries.values()),
-        num_mtp_tensors=len(names),
-        mtp_forms=tuple(sorted(forms)),
+        num_mtp_tensors=len(entries.keys() & view.mtp_names),
     )
     if not isinstance(view, RuntimeView):
         return facts

@@ -115,26 +115,24 @@ class DryLoad(Fact):
             where it does as it is, or where none helps.
         k: draft tokens a step; 0 where the target was loaded alone.
         ok: no error, neither vLLM's nor one in the account.
-        num_errors: findings of this dry load that are errors.
-        runner: vLLM's model runner, v1 or v2.
         attention: the value of --attention-backend that it takes; "" for vLLM's own choice.
         seconds: of all stages together.
         peak_mib: of the process that loaded.
     """
+
+    dropped = frozenset({"num_errors", "runner"})
 
     vllm: Annotated[str, AfterValidator(_version)]
     gpu: str
     tp: Count
     k: NumDrafts
     ok: bool
-    num_errors: Count = 0
     error: str = ""
     defect: str = ""
     cures: tuple[str, ...] = ()
     failure: LoadFailure | None = None
     target: LoadedModel
     draft: LoadedModel
-    runner: str = ""
     attention: str = ""
     seconds: Figure = 0.0
     peak_mib: Count = 0
@@ -229,8 +227,8 @@ class LoadAccount(Fact):
 
     def judged(self, errors: Sequence[str], defect: str) -> "LoadAccount":
         """The same with its errors, each where and what, and vLLM's defect that caused them."""
-        update = {"ok": not errors, "num_errors": len(errors), "error": "".join(errors[:1])}
-        load = self.load.model_copy(update=update | {"defect": defect})
+        update = {"ok": not errors, "error": "".join(errors[:1]), "defect": defect}
+        load = self.load.model_copy(update=update)
         return self.model_copy(update={"load": load})
 
 

@@ -101,13 +101,14 @@ class CheckpointFacts(Fact):
     builds.
     """
 
+    dropped = frozenset({"mtp_forms"})
+
     family: str = ""
     dialect: str = ""
     num_tensors: Count = 0
     num_bytes: Count = 0
     num_mtp_tensors: Count = 0
     num_mtp_layers: Count = 0
-    mtp_forms: tuple[str, ...] = ()
     num_unjudged: Count = 0
 
     @property

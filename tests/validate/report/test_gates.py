@@ -23,9 +23,7 @@ FINDING = Finding(where="config.json", says="no num_nextn_predict_layers", cure=
 CAST = FINDING.model_copy(
     update={"origin": "dry", "where": "down_proj", "says": "BF16 is cast into FP8."}
 )
-SILENT = LOADED.model_copy(
-    update={"ok": False, "num_errors": 1, "error": "down_proj: BF16 is cast into FP8."}
-)
+SILENT = LOADED.model_copy(update={"ok": False, "error": "down_proj: BF16 is cast into FP8."})
 FAILED = SILENT.model_copy(
     update={"gpu": "sm90", "failure": reports.REFUSED, "error": "eh_proj: vLLM stops: KeyError"}
 )

@@ -42,7 +42,7 @@ SCRIPT = (
 HOSTILE = ("hostile", "strange")
 BAD = Answers(both=600, only_source=60, only_checkpoint=10, neither=330)
 DIED = reports.account("sm90", 1, failure=reports.REFUSED).load.model_copy(
-    update={"target": LoadedModel(), "num_errors": 1}
+    update={"target": LoadedModel()}
 )
 
 
@@ -155,7 +155,7 @@ def test_version_12_is_what_it_was(pages):
     """
     found = keys([full.model_dump(mode="json", by_alias=True) for full in pages.values()])
     digest = sha256("\n".join(sorted(found)).encode()).hexdigest()
-    assert digest[:16] == "b5ca3976c891f607", sorted(found)
+    assert digest[:16] == "8902900a8168c793", sorted(found)
 
 
 def test_a_field_that_went_is_passed_over():

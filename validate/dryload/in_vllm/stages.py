@@ -72,7 +72,6 @@ class StagedLoad:
         self._gpu = gpu
         self._parts = {"target": Part(), "draft": Part()}
         self._now = self._parts["target"]
-        self._runner = ""
         self._at = ("config", "")
 
     def account(self) -> dict[str, Any]:
@@ -90,7 +89,6 @@ class StagedLoad:
             "k": self._job.num_drafts,
             "ok": failure is None,
             "failure": failure,
-            "runner": self._runner,
             "attention": self._job.attention,
             "seconds": round(time.perf_counter() - start, 2),
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
@@ -102,9 +100,6 @@ class StagedLoad:
 
     def _run(self) -> None:
         self._config = config = _engine_config(self._job)
-        self._runner = "v1"
-        if config.use_v2_model_runner:
-            self._runner = "v2"
         record_questions(lambda *question: self._now.asked.append(question))
         if self._job.whole_experts:
             _know_experts()
@@ -193,7 +188,7 @@ class StagedLoad:
 
                 model_loader.get_model = gpu.returns(draft)
                 load_dspark_model(target, self._config)
-            elif self._runner == "v2":
+            elif self._config.use_v2_model_runner:
                 from vllm.v1.worker.gpu.spec_decode.eagle import utils
 
                 utils.get_model = gpu.returns(draft)
