@@ -76,7 +76,8 @@ def fix(
     Example: `keepmtp fix GLM-4.7-NVFP4 --from zai-org/GLM-4.7 --out NEW`
     """
     from ..checkpoints.source import open_source
-    from ..cure.fix import proposed, write
+    from ..cure.fix import proposed
+    from ..cure.rewritten import rewrite
     from ..validate.check.check import examine
     from ..validate.facts.findings import commands
     from . import findings
@@ -100,7 +101,7 @@ def fix(
     place = path
     if out is not None and outcome.changes and not dry_run:
         # It shares files with the old one (hard links), so nothing is ever written into either.
-        written = write(outcome, out, bar=bytes_bar)
+        written = rewrite(proposal, out, block=block, bar=bytes_bar)
         # Of a repository, OUT has the changed files alone: no checkpoint to judge.
         if proposal.source.folder is not None:
             place = str(out)

@@ -113,9 +113,11 @@ class Session:
         out = self.out / f"{Path(original.where).name}-with-mtp"
         tell(f"source: {original.where} has no MTP block; {out} gets that of {block.where}")
         require_extra("an MTP block for the source", "quantize")
-        from ..cure.fix import proposed, write
+        from ..cure.fix import proposed
+        from ..cure.rewritten import rewrite
 
-        write(proposed(downloaded(original), release=block), out, bar=bytes_bar)
+        outcome = proposed(downloaded(original), release=block)
+        rewrite(outcome.proposal, out, block=outcome.block, bar=bytes_bar)
         return open_source(out)
 
     @property

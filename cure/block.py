@@ -69,9 +69,10 @@ def put_block(proposal: Proposal, source: Source, mtp: str | None = None) -> Pla
     # Whole or not, also under a wrong prefix.
     both = (*quantized.entries.values(), *quantized.unindexed.values())
     old = [entry for entry in both if runtime.is_mtp_name(entry.name)]
-    word = mtp or "bf16"
-    can_say = dialect is UNQUANTIZED or isinstance(dialect, CompressedTensors | Fp8)
-    if mtp is None and can_say:
+    word = "bf16"
+    if mtp is not None:
+        word = mtp
+    elif dialect is UNQUANTIZED or isinstance(dialect, CompressedTensors | Fp8):
         word = "source"
     as_released = word == "source" and isinstance(dialect, Fp8)
     plan = plan_mtp_alone(source, view, word, as_released=as_released)

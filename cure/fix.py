@@ -10,36 +10,28 @@ headers, before a byte is written, and what is written is the round with the few
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoints.proposal import Proposal
 from ..checkpoints.source import Source, uncollected
 from ..recipes.errors import CheckpointError
-from ..recipes.frozen import Bar, Say, silent, unwatched
+from ..recipes.frozen import Say, silent
 from ..validate.check.check import Checked, examine
 from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
 from . import fixes
 from .fixes import Faulty
-from .rewritten import Rewritten, rewrite
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
 
 Fix = Callable[[Faulty], None]
 _MAX_ROUNDS = 6
-# What a list must say hangs on the numbers of layers: these end a round.
-_OF_NUMBERS: tuple[Fix, ...] = (
-    fixes.mtp_count_is_what_is_there,
-    fixes.mtp_names_have_the_promised_number,
-)
 FIXES: tuple[tuple[str, Fix], ...] = (
     ("names", fixes.layers_have_known_names),
     ("unindexed", fixes.mtp_files_are_indexed),
     ("mtp-not-promised", fixes.mtp_count_is_what_is_there),
     ("mtp-missing", fixes.mtp_count_is_what_is_there),
-    ("mtp-missing", fixes.mtp_names_have_the_promised_number),
     ("config", fixes.layer_types_are_cut),
     ("mtp-prefix", fixes.mtp_names_lose_a_prefix),
     ("kv-scales", fixes.kv_scales_leave),
@@ -123,23 +115,6 @@ def proposed(
     return Outcome(before, after, proposal, block)
 
 
-def write(
-    outcome: Outcome, out: Path, *, bar: Callable[[str], Bar] = lambda label: unwatched
-) -> Rewritten:
-    """Write what is proposed: a new folder; see `rewritten.rewrite`.
-
-    Args:
-        outcome: from `proposed`.
-        out: the new folder; nothing may be there.
-        bar: a bar for bytes, by what is done with them.
-
-    Raises:
-        RecipeError: OUT cannot be written.
-        CheckpointError: see `block.write_block`.
-    """
-    return rewrite(outcome.proposal, out, block=outcome.block, bar=bar)
-
-
 def settled(
     checked: Checked, proposal: Proposal, progress: Say = silent
 ) -> tuple[Checked, Proposal]:
@@ -163,7 +138,8 @@ def settled(
         proposal = proposal.copy()
         for cure in cures:
             cure(Faulty(checked.runtime, checked.data.findings, proposal))
-            if cure in _OF_NUMBERS and len(proposal.edits) > had:
+            # What a list must say hangs on the number of layers.
+            if cure is fixes.mtp_count_is_what_is_there and len(proposal.edits) > had:
                 break
         if len(proposal.edits) == had:
             break

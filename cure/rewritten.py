@@ -74,12 +74,16 @@ class Rewritten(NamedTuple):
         return f"{line} {note_on_links(self.folder, self.kept)}".rstrip(" .")
 
 
+def _no_bar(_: str) -> Bar:
+    return unwatched
+
+
 def rewrite(
     proposal: Proposal,
     out: Path,
     *,
     block: "Plan | None" = None,
-    bar: Callable[[str], Bar] = lambda label: unwatched,
+    bar: Callable[[str], Bar] = _no_bar,
 ) -> Rewritten:
     """Write the new folder; a killed run is continued by the same call, with the same bytes.
 
@@ -104,7 +108,11 @@ def rewrite(
         else:
             small[name] = data.decode()
     parts = [__version__, *_states(source), small]
-    num_bytes = sum(map(len, small.values())) + sum(map(total_bytes, again.values()))
+    num_bytes = 0
+    for content in small.values():
+        num_bytes += len(content)
+    for entries in again.values():
+        num_bytes += total_bytes(entries)
     if block is not None:
         parts += [block.recipe.mtp, *_states(block.source)]
         num_bytes += block.num_bytes_after

@@ -18,7 +18,7 @@ from keepmtp.checkpoints.files import partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.cure.diff import diffs
 from keepmtp.cure.fix import Outcome, proposed
-from keepmtp.cure.fix import write as write_fixed
+from keepmtp.cure.rewritten import Rewritten, rewrite
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.validate.check.check import check
 from outputs import digests, forks
@@ -44,6 +44,10 @@ def lost(whole, tmp_path_factory) -> Path:
 
 def planned(lost: Path | str, source: Path | str = GLM, **choices) -> Outcome:
     return proposed(str(lost), release=open_source(source), **choices)
+
+
+def write_fixed(made: Outcome, out: Path) -> Rewritten:
+    return rewrite(made.proposal, out, block=made.block)
 
 
 def grafted(lost: Path, out: Path, source: Path | str = GLM, **choices) -> Path:
