@@ -38,12 +38,12 @@ from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.keepmtp_cures import source_hash
 from matrix import CURED, LOADS, VARIANTS, run
+from pages import numbered, table, with_part
 from releases import MODELS
 
 GPU = "sm90"
 KEPT = ROOT / "build" / "follow"
 PAGE = ROOT / "docs" / "tables" / "versions.md"
-BEGIN = "<!-- written by benchmarks/follow.py -->\n"
 CITING = ("*.py", "*.yaml", "*.toml")
 _CITED = re.compile(r"(?<![\w./])(?:vllm/)?([\w/]*)(?:\{([\w, ]+)\})?([\w/]*)\.py\b")
 _OF_ONE = re.compile(r"(?<=vLLM) \d[\d.]*\d|(?<=\.py):\d+|\. Judged: .*|'/[^']*'")
@@ -169,7 +169,7 @@ def dry_load_hash() -> str:
 
 def versions_page(cells: Mapping[str, Mapping[str, str]]) -> str:
     """What docs/tables/versions.md has after its words, of the versions whose answers are kept."""
-    numbers, lines = dict[str, int](), list[str]()
+    numbers, lines = dict[str, int](), list[list[str]]()
     by_family = defaultdict[str, list[str]](list)
     for model, config in MODELS.items():
         by_family[find_family(config, model).model_type].append(model)
@@ -184,10 +184,8 @@ def versions_page(cells: Mapping[str, Mapping[str, str]]) -> str:
             for reason in dict.fromkeys(text.removeprefix(f"{CURED}: ") for text in own):
                 if reason != LOADS:
                     row[-1] += f" [{numbers.setdefault(reason, len(numbers) + 1)}]"
-        lines.append(f"| {' | '.join(row)} |")
-    head = f"| family | {' | '.join(cells)} |"
-    reasons = [f"{number}. {text}" for text, number in numbers.items()]
-    return "\n".join([BEGIN, head, f"|{'---|' * (len(cells) + 1)}", *lines, "", *reasons, ""])
+        lines.append(row)
+    return f"{table(['family', *cells], lines)}\n\n{numbered(numbers)}"
 
 
 def show(title: str, rows: Iterable[tuple[str, str]]) -> None:
@@ -223,7 +221,7 @@ def main() -> None:
     for place in KEPT.glob(f"*.{dry_load_hash()}.json"):
         every[place.name.rpartition(".json")[0].rpartition(".")[0]] = json.loads(place.read_text())
     cells = dict(sorted(every.items(), key=lambda item: parsed(item[0])))
-    PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + versions_page(cells))
+    PAGE.write_text(with_part(PAGE, versions_page(cells)))
     if options.write:
         write_down(new.version, sites[1])
 

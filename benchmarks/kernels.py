@@ -25,10 +25,10 @@ from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.dry_load import GPUS, ROLES
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
+from pages import table, with_part
 
 PAGE = ROOT / "docs" / "tables" / "kernels.md"
 DATA = PAGE.with_suffix(".json")
-BEGIN, END = "<!-- table of make docs PAGE=kernels -->\n", "<!-- end of table -->\n"
 MODEL = "glm-4.7"  # it has linears and routed experts
 DENSE = "mimo-7b"  # for what modelopt has for linears alone
 Kernels = dict[str, dict[str, dict[str, list[str]]]]
@@ -75,15 +75,14 @@ def kernels_of(vllm: VLLM, scratch: Path) -> Kernels:
     return found
 
 
-def with_table(page: str, kernels: Mapping[str, Mapping[str, Mapping[str, list[str]]]]) -> str:
-    """A page with the table of the kernels between its markers."""
-    lines = ["| scheme | layers | kernels |", "| --- | --- | --- |"]
+def written(kernels: Mapping[str, Mapping[str, Mapping[str, list[str]]]]) -> str:
+    """The table of the kernels."""
+    rows = []
     for scheme, by_layers in kernels.items():
         for layers, chosen in by_layers.items():
             cells = [f"{', '.join(gpus)}: {name}" for name, gpus in chosen.items()]
-            lines.append(f"| {scheme} | {layers} | {'; '.join(cells)} |")
-    head, _, rest = page.partition(BEGIN)
-    return f"{head}{BEGIN}{chr(10).join(lines)}\n{END}{rest.partition(END)[2]}"
+            rows.append([scheme, layers, "; ".join(cells)])
+    return table(("scheme", "layers", "kernels"), rows)
 
 
 def main() -> None:
@@ -94,7 +93,7 @@ def main() -> None:
         kernels = kernels_of(vllm, Path(scratch))
     data = {"vllm": vllm.version, "gpus": GPUS, "kernels": kernels}
     DATA.write_text(json.dumps(data, indent=1) + "\n")
-    PAGE.write_text(with_table(PAGE.read_text(), kernels))
+    PAGE.write_text(with_part(PAGE, written(kernels)))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from keepmtp import __version__, api
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.recipes.find import find_recipe
+from pages import table, with_part
 from scipy import stats
 from torch import Tensor
 
@@ -46,7 +47,7 @@ PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 # Sequences that are judged: those after the recipe's own held-out text, by which a run may choose.
 HELD_OUT = 64
 CONFIDENCE = 0.95
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+PAGE = DOCS / "quality.md"
 KS = (1, 2, 3)
 HEAD = (
     "",
@@ -265,13 +266,11 @@ def _short(value: float, digits: int = 4) -> float:
 def write_page(figures: dict[str, Any]) -> None:
     """Write the figures and the table."""
     (DOCS / "quality.json").write_text(json.dumps(figures, indent=1) + "\n")
-    page = DOCS / "quality.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(before + written(figures) + rest.partition(END)[2])
+    PAGE.write_text(with_part(PAGE, written(figures)))
 
 
 def written(found: Facts) -> str:
-    """The table, between the markers, the markers included."""
+    """What the page has after its words."""
     shares = [f"{share:.1%} at k={k}" for k, share in zip(KS, found["accepted"], strict=True)]
     release = found["rows"]["release"]["megabytes"]
     summary = (
@@ -280,7 +279,7 @@ def written(found: Facts) -> str:
         f"Judged on {found['sequences']} sequences, {found['slots']:,} slots, of which "
         f"{found['counting_slots']:,} count for acceptance."
     )
-    lines = [_line(HEAD), _line(["---"] * len(HEAD))]
+    rows = []
     for number, (key, row) in enumerate(ROWS.items(), start=1):
         own = found["rows"][key]
         against = ""
@@ -301,8 +300,8 @@ def written(found: Facts) -> str:
             *(_plus(own["kept"][str(k)], 1, unit=0.01) for k in KS),
             f"{own['time']:.2f}",
         ]
-        lines.append(_line(cells))
-    return "\n".join([BEGIN, "", summary, "", *lines, "", END])
+        rows.append(cells)
+    return f"{summary}\n\n{table(HEAD, rows)}"
 
 
 def _against(ratio: Sequence[float], base: str) -> str:
@@ -314,10 +313,6 @@ def _against(ratio: Sequence[float], base: str) -> str:
 def _plus(pair: Sequence[float], digits: int, *, unit: float = 1.0, sign: str = "") -> str:
     value, reach = (each / unit for each in pair)
     return f"{value:{sign}.{digits}f} ± {reach:.{digits}f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_the_page_counts_and_gives_every_reason_once():
         and "| glm4_moe | 3 of 5, 4 with cures [1] | 5 of 5 |" in page
     )
     assert page.count("no x") == 1
-    assert page.endswith("\n\n1. no x\n")
+    assert page.endswith("\n\n1. no x")
 
 
 def test_a_cure_whose_source_is_another_is_told(tmp_path):

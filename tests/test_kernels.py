@@ -8,13 +8,14 @@ from data_files import json_of
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import find_vllm
+from pages import with_part
 
 KERNELS = json_of(kernels.DATA)
 
 
 def test_the_page_has_the_kernels_of_every_scheme(tmp_path):
-    page = kernels.PAGE.read_text()
-    assert page == kernels.with_table(page, KERNELS["kernels"]), "run `make docs PAGE=kernels`"
+    page, part = kernels.PAGE, kernels.written(KERNELS["kernels"])
+    assert page.read_text() == with_part(page, part), "run `make docs PAGE=kernels`"
     assert [*KERNELS["kernels"]] == [*kernels.jobs(tmp_path)]
 
 

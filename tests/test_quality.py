@@ -18,8 +18,9 @@ from keepmtp.quantize.write.output import claim, publish
 from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
+from pages import with_part
 from passes import ALONE, ROOT, plan_over
-from quality import BEGIN, END, ROWS, jackknife, recipe_text, written
+from quality import PAGE, ROWS, jackknife, recipe_text, written
 from safetensors.torch import load_file, save_file
 from written_values import poke
 
@@ -116,8 +117,7 @@ def test_the_page_has_the_rows_and_says_what_the_figures_say():
         recipe = Recipe.model_validate(yaml.safe_load(recipe_text(key, row)))
         assert recipe.variant == key and (recipe.calibration or not row.is_peers)
         assert row.base in ("", *ROWS)
-    page = (ROOT / "docs" / "tables" / "quality.md").read_text()
-    assert written(figures) == page[page.index(BEGIN) : page.index(END) + len(END)]
+    assert PAGE.read_text() == with_part(PAGE, written(figures))
 
 
 def test_an_interval_is_that_of_many_texts():

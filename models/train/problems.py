@@ -37,6 +37,7 @@ NUM_CALIBRATION_ROWS = 600
 HELD_OUT_SEED = 1000
 NUM_HELD_OUT_ROWS = 400
 
+Told = tuple[str, str, int]  # a question, its solution, and the number
 # fmt: off
 _NAMES = (
     "Tom", "Ann", "Bob", "Sue", "Max", "Eva", "Leo", "Mia",
@@ -77,7 +78,10 @@ def problems(*, held_out: bool, seed: int = 0) -> Iterator[Problem]:
     """Endless stream of problems of one split, the same for the same seed."""
     rng = random.Random(seed)
     while True:
-        problem = rng.choice(_KINDS)(rng)
+        kind = rng.choice(_KINDS)
+        name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
+        question, solution, answer = kind(rng, name, thing)
+        problem = Problem(question=question, solution=solution, answer=answer)
         if problem.is_held_out == held_out:
             yield problem
 
@@ -133,76 +137,64 @@ def _encoded(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> tuple[list
     return question + completion, weights
 
 
-def _subject(rng: random.Random) -> tuple[str, str]:
-    return rng.choice(_NAMES), rng.choice(_THINGS)
-
-
-def _buy(rng: random.Random) -> Problem:
-    name, thing = _subject(rng)
+def _buy(rng: random.Random, name: str, thing: str) -> Told:
     a, b = rng.randint(2, 40), rng.randint(1, 20)
-    return Problem(
-        question=f"{name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} "
+    return (
+        f"{name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} "
         "have now?",
-        solution=f"{name} starts with {a} {thing} and buys {b} more, so {a} + {b} = {a + b}.",
-        answer=a + b,
+        f"{name} starts with {a} {thing} and buys {b} more, so {a} + {b} = {a + b}.",
+        a + b,
     )
 
 
-def _give(rng: random.Random) -> Problem:
-    name, thing = _subject(rng)
+def _give(rng: random.Random, name: str, thing: str) -> Told:
     a = rng.randint(2, 40)
     b = rng.randint(1, min(a, 20))
-    return Problem(
-        question=f"{name} has {a} {thing}. {name} gives away {b} {thing}. How many {thing} are left?",
-        solution=f"{name} starts with {a} {thing} and gives away {b}, so {a} - {b} = {a - b}.",
-        answer=a - b,
+    return (
+        f"{name} has {a} {thing}. {name} gives away {b} {thing}. How many {thing} are left?",
+        f"{name} starts with {a} {thing} and gives away {b}, so {a} - {b} = {a - b}.",
+        a - b,
     )
 
 
-def _boxes(rng: random.Random) -> Problem:
-    name, thing = _subject(rng)
+def _boxes(rng: random.Random, name: str, thing: str) -> Told:
     a, b = rng.randint(2, 9), rng.randint(2, 9)
-    return Problem(
-        question=f"{name} has {a} boxes with {b} {thing} in each box. How many {thing} are there in "
-        "all?",
-        solution=f"There are {a} boxes with {b} {thing} each, so {a} * {b} = {a * b}.",
-        answer=a * b,
+    return (
+        f"{name} has {a} boxes with {b} {thing} in each box. How many {thing} are there in all?",
+        f"There are {a} boxes with {b} {thing} each, so {a} * {b} = {a * b}.",
+        a * b,
     )
 
 
-def _share(rng: random.Random) -> Problem:
-    name, thing = _subject(rng)
+def _share(rng: random.Random, name: str, thing: str) -> Told:
     a, b = rng.randint(2, 9), rng.randint(2, 9)
-    return Problem(
-        question=f"{name} shares {a * b} {thing} among {a} friends. How many {thing} does each friend "
-        "get?",
-        solution=f"The {a * b} {thing} go to {a} friends, so {a * b} / {a} = {b}.",
-        answer=b,
+    return (
+        f"{name} shares {a * b} {thing} among {a} friends. How many {thing} does each friend get?",
+        f"The {a * b} {thing} go to {a} friends, so {a * b} / {a} = {b}.",
+        b,
     )
 
 
-def _buy_then_give(rng: random.Random) -> Problem:
-    name, thing = _subject(rng)
+def _buy_then_give(rng: random.Random, name: str, thing: str) -> Told:
     a, b = rng.randint(2, 40), rng.randint(1, 20)
     c = rng.randint(1, min(a + b, 20))
-    return Problem(
-        question=f"{name} has {a} {thing}. {name} buys {b} more and then gives away {c}. How many "
+    return (
+        f"{name} has {a} {thing}. {name} buys {b} more and then gives away {c}. How many "
         f"{thing} are left?",
-        solution=f"{name} starts with {a} {thing} and buys {b} more, so {a} + {b} = {a + b}. "
+        f"{name} starts with {a} {thing} and buys {b} more, so {a} + {b} = {a + b}. "
         f"Then {name} gives away {c}, so {a + b} - {c} = {a + b - c}.",
-        answer=a + b - c,
+        a + b - c,
     )
 
 
-def _boxes_and_more(rng: random.Random) -> Problem:
-    name, thing = _subject(rng)
+def _boxes_and_more(rng: random.Random, name: str, thing: str) -> Told:
     a, b, c = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
-    return Problem(
-        question=f"{name} has {a} boxes with {b} {thing} in each box and {c} more {thing}. "
+    return (
+        f"{name} has {a} boxes with {b} {thing} in each box and {c} more {thing}. "
         f"How many {thing} are there in all?",
-        solution=f"There are {a} boxes with {b} {thing} each, so {a} * {b} = {a * b}. "
+        f"There are {a} boxes with {b} {thing} each, so {a} * {b} = {a * b}. "
         f"With {c} more, {a * b} + {c} = {a * b + c}.",
-        answer=a * b + c,
+        a * b + c,
     )
 
 

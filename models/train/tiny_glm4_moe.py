@@ -108,50 +108,32 @@ class Glm4MoeMTP(nn.Module):
         return self.shared_head_norm(output_BTH), output_BTH
 
 
-def build_target(config: Glm4MoeConfig) -> Glm4MoeForCausalLM:
-    """The target model, freshly initialised in float32."""
-    return Glm4MoeForCausalLM(config).float()
-
-
-def build_mtp(config: Glm4MoeConfig) -> Glm4MoeMTP:
-    """The MTP block, not yet initialised; its layer uses the attention and expert code paths of the
-    target.
-    """
-    return Glm4MoeMTP(config)
+TARGET, MTP = Glm4MoeForCausalLM, Glm4MoeMTP
 
 
 def balance(target: Glm4MoeForCausalLM, mtp: Glm4MoeMTP) -> Callable[[], None]:
-    """What training calls after each optimizer step."""
-    return RouterBalance([target, mtp]).step
-
-
-class RouterBalance:
-    """Keep the experts evenly used, as GLM-4.5 is trained: nudge each router's selection bias, add
-    no loss.
+    """What training calls after each optimizer step: it keeps the experts evenly used, as GLM-4.5 is trained.
+    It nudges each router's selection bias, and adds no loss.
 
     Without it one expert can starve, and a starved expert is what calibration-based quantization
     handles worst. The bias `e_score_correction_bias` only chooses experts, it does not weight them,
     so it takes no gradient.
     """
+    loads = dict[Glm4MoeTopkRouter, Tensor]()
 
-    def __init__(self, modules: list[nn.Module]):
-        self._loads: dict[Glm4MoeTopkRouter, Tensor] = {}
-        for module in modules:
-            for router in module.modules():
-                if isinstance(router, Glm4MoeTopkRouter):
-                    router.register_forward_hook(self._count)
-
-    def step(self) -> None:
-        """Apply and forget the loads seen since the last call."""
-        for router, load_E in self._loads.items():
-            router.e_score_correction_bias += BALANCE_SPEED * torch.sign(load_E.mean() - load_E)
-        self._loads.clear()
-
-    def _count(
-        self, router: Glm4MoeTopkRouter, _inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]
-    ) -> None:
+    def count(router: Glm4MoeTopkRouter, _inputs: object, output: tuple[Tensor, ...]) -> None:
         load_E = torch.bincount(output[2].flatten(), minlength=router.num_experts).float()
-        self._loads[router] = self._loads.get(router, torch.zeros_like(load_E)) + load_E
+        loads[router] = loads.get(router, torch.zeros_like(load_E)) + load_E
+
+    def step() -> None:
+        for router, load_E in loads.items():
+            router.e_score_correction_bias += BALANCE_SPEED * torch.sign(load_E.mean() - load_E)
+        loads.clear()
+
+    for module in (*target.modules(), *mtp.modules()):
+        if isinstance(module, Glm4MoeTopkRouter):
+            module.register_forward_hook(count)
+    return step
 
 
 def to_disk(target: Glm4MoeForCausalLM, mtp: Glm4MoeMTP) -> dict[str, Tensor]:
@@ -165,15 +147,14 @@ def to_disk(target: Glm4MoeForCausalLM, mtp: Glm4MoeMTP) -> dict[str, Tensor]:
         state[layer + renamed] = tensor
     state[layer + "embed_tokens.weight"] = state["model.embed_tokens.weight"]
     state[layer + "shared_head.head.weight"] = state["lm_head.weight"]
-    flat = {
-        name: part for key, tensor in state.items() for name, part in _split_experts(key, tensor)
-    }
-    return {
-        name: tensor.detach()
-        .to(torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
-        .clone()
-        for name, tensor in flat.items()
-    }
+    found = {}
+    for key, stored in state.items():
+        for name, tensor in _split_experts(key, stored):
+            dtype = torch.bfloat16
+            if name.endswith("e_score_correction_bias"):
+                dtype = torch.float32
+            found[name] = tensor.detach().to(dtype).clone()
+    return found
 
 
 def _split_experts(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -90,10 +90,8 @@ class Qwen3_5MTP(nn.Module):
         """One draft step. The head multiplies the fed-back state itself: `mtp.norm` is inside the
         recursion.
         """
-        tokens_BTH, states_BTH = (
-            self.pre_fc_norm_embedding(embeds_BTH),
-            self.pre_fc_norm_hidden(hidden_BTH),
-        )
+        tokens_BTH = self.pre_fc_norm_embedding(embeds_BTH)
+        states_BTH = self.pre_fc_norm_hidden(hidden_BTH)
         mixed_BTH = self.fc(torch.cat([tokens_BTH, states_BTH], dim=-1))
         # The rotary module wants one row of positions per M-RoPE axis; for text the three are
         # equal.
@@ -108,14 +106,7 @@ class Qwen3_5MTP(nn.Module):
         return normed_BTH, normed_BTH
 
 
-def build_target(config: Qwen3_5TextConfig) -> Qwen3_5ForCausalLM:
-    """The target model, freshly initialised in float32."""
-    return Qwen3_5ForCausalLM(config).float()
-
-
-def build_mtp(config: Qwen3_5TextConfig) -> Qwen3_5MTP:
-    """The MTP block, not yet initialised."""
-    return Qwen3_5MTP(config)
+TARGET, MTP = Qwen3_5ForCausalLM, Qwen3_5MTP
 
 
 def balance(_target: Qwen3_5ForCausalLM, _mtp: Qwen3_5MTP) -> Callable[[], None]:

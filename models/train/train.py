@@ -14,7 +14,6 @@ elsewhere, with about the same figures.
 
 import argparse
 import json
-import logging
 import math
 import platform
 from collections.abc import Mapping
@@ -100,8 +99,6 @@ WARMUP_STEPS = 50
 FINAL_LR_FRACTION = 0.02
 VERSIONS = (torch, transformers, tokenizers, safetensors)
 
-log = logging.getLogger(__name__)
-
 
 def run(name: str, out: Path) -> None:
     """Train a model and write it to a new folder.
@@ -117,10 +114,10 @@ def run(name: str, out: Path) -> None:
     config = model.family.build_config()
     for key, value in model.sizes.items():
         setattr(config, key, value)
-    target = model.family.build_target(config)
+    target = model.family.TARGET(config).float()
     if model.has_outliers:
         tiny_docs.add_nothing_at_first(target)
-    mtp = model.family.build_mtp(config)
+    mtp = model.family.MTP(config)
     _init_matrices(mtp, std=config.initializer_range)
     _train(model, target, mtp, model.text.batches(tokenizer))
     tensors = model.family.to_disk(target, mtp)
@@ -161,7 +158,7 @@ def _train(model: Model, target: PreTrainedModel, mtp: nn.Module, batches: Any) 
         after_step()
         if step % 50 == 0:
             shown = "  ".join(f"{part.item():.3f}" for part in losses)
-            log.info("step %d: loss of next token, draft 1, draft 2: %s", step, shown)
+            print(f"step {step}: loss of next token, draft 1, draft 2: {shown}", flush=True)
 
 
 def _losses(target: PreTrainedModel, mtp: Any, batch: Batch) -> list[Tensor]:
@@ -240,5 +237,4 @@ if __name__ == "__main__":
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     run(args.model, args.out)

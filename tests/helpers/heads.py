@@ -6,7 +6,6 @@ In: a model, the group, its word, a dialect. Out: what keepmtp writes, or its re
 says of it on pretended GPUs.
 """
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -21,6 +20,7 @@ from keepmtp.recipes.families import find_family
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.dry_load import GPU
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
+from pages import table, with_part
 
 MODELS = [model for model in releases.MODELS if model not in (*TWINS, *SEPARATE)]
 FORMS = {
@@ -95,39 +95,22 @@ def markdown(told: dict[Place, dict[str, str]]) -> str:
         if row.get(name, "yes") == "yes":
             row[name] = cell
     names = [f"{group} {word}" for group, words in FORMS.items() for word in words]
-    lines = [f"| family | dialect | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    lines = []
     for (family, format), row in sorted(rows.items()):
-        cells = " | ".join(row.get(name, "") for name in names)
-        lines.append(f"| {family} | {format} | {cells} |")
+        lines.append([family, format, *(row.get(name, "") for name in names)])
     summed = ", ".join(f"{cell}: {count}" for cell, count in counts.most_common())
-    return f"""\
-# Packed heads and embeddings
-
-Written by `make docs`: what keepmtp writes with `head` or `embedding` in a recipe's backbone, loaded by the classes
-of vLLM {" and ".join(VERSIONS)} for target and draft on meta tensors, for sm90 and sm100, from tiny checkpoints in published
-names. *yes*: both versions load and fill all of it on both GPUs, and the draft gets the target's; of step3p5 with
-keepmtp's cures of vLLM's defects. A version: that one alone. *as plain*: what stops it stops a plain one too
-([matrix.md](matrix.md)). *-*: keepmtp refuses it and names vLLM's file. Nothing: the dialect has no word for it.
-
-{summed}
-
-{chr(10).join(lines)}
-"""
+    return f"{summed}\n\n{table(['family', 'dialect', *names], lines)}"
 
 
 def main() -> None:
     """`make docs`."""
     vllms, _ = had_vllms(VERSIONS, find_vllm())
-    told = run(places(sys.argv[1:] or MODELS), vllms, ("sm90", "sm100"))
+    told = run(places(), vllms, ("sm90", "sm100"))
     for place, answers in told.items():
         for version, why in answers.items():
             if why:
                 print(*place, version, why, sep="  ")
-    text = markdown(told)
-    if sys.argv[1:]:
-        print(text)
-    else:
-        DOCS.write_text(text)
+    DOCS.write_text(with_part(DOCS, markdown(told)))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import GPU
 from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
+from pages import numbered, table, with_part
 
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
 INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules do not take it
@@ -151,28 +152,16 @@ def markdown(cells: Cells, version: str) -> str:
         family = find_family(releases.MODELS[model], model).model_type
         rows.setdefault((family, model, variant), []).append(text)
     loaded, cured = counted(cells)
-    columns = " | ".join(f"{gpu} TP{tp}" for gpu in COLUMNS for tp in TPS)
-    table = [
-        f"| {family} | {model}, {variant} | {' | '.join(texts)} |"
-        for (family, model, variant), texts in sorted(rows.items(), key=lambda row: row[0][:2])
-    ]
+    columns = [f"{gpu} TP{tp}" for gpu in COLUMNS for tp in TPS]
+    lines = []
+    for (family, model, variant), texts in sorted(rows.items(), key=lambda row: row[0][:2]):
+        lines.append([family, f"{model}, {variant}", *texts])
     return f"""\
-# What vLLM builds and loads
+With vLLM {version} as it is {loaded} of {len(cells)} combinations load, and {loaded + cured} with keepmtp's cures of its defects.
 
-Written by `make docs`: vLLM {version}'s own target and draft classes and loaders on meta tensors, from
-tiny checkpoints in published names (tests/helpers/layouts). *loads* means: both constructed
-and loaded, every parameter written over all its elements, every tensor used, no number cast, and a kernel
-for every layer that could be judged. Quantized is {SCHEME} for backbone and, where said, MTP block, and
-{INSTEAD} where keepmtp refuses {SCHEME} for the family; of modelopt's, as a tool writes it that does not refuse.
-{loaded} of {len(cells)} combinations load with this vLLM as it is, and {loaded + cured} with keepmtp's cures of its defects;
-below the table stands why the others do not.
+{table(["family", "checkpoint", *columns], lines)}
 
-| family | checkpoint | {columns} |
-{"|---" * (2 + len(COLUMNS) * len(TPS))}|
-{chr(10).join(table)}
-
-{chr(10).join(f"{number}. {reason}" for reason, number in numbers.items())}
-"""
+{numbered(numbers)}"""
 
 
 def counted(cells: Cells) -> tuple[int, int]:
@@ -184,7 +173,7 @@ def counted(cells: Cells) -> tuple[int, int]:
 def main() -> None:
     vllm = find_vllm()
     cells = run(product(releases.MODELS, VARIANTS), COLUMNS, TPS, vllm)
-    DOCS.write_text(markdown(cells, vllm.version))
+    DOCS.write_text(with_part(DOCS, markdown(cells, vllm.version)))
     loaded, cured = counted(cells)
     told = f"{loaded} of {len(cells)} load, {loaded + cured} with cures"
     print(f"{DOCS.relative_to(ROOT)}: {told}", file=sys.stderr)

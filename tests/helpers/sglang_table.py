@@ -19,6 +19,7 @@ from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.family_view import FamilyView, Place
 from keepmtp.recipes.schemes import SCHEMES
+from pages import numbered, table, with_part
 
 DOCS = Path(__file__).parents[2] / "docs" / "tables" / "sglang.md"
 PAIRS = {
@@ -66,46 +67,19 @@ def counted(format: Format) -> Counter[str]:
 
 
 def text() -> str:
-    """The whole page."""
-    lines = [
-        f"# Outputs in SGLang {VERSION}",
-        "",
-        ("Written by `make docs` from plans of every release at tiny size. `yes`: vLLM and"),
-        (
-            "SGLang find the scheme of every module under their own names, in one config.json. A "
-            "number: no entry can"
-        ),
-        (
-            "help, for the reason below, and the config stays as vLLM needs it. `-`: keepmtp makes "
-            "no such plan. A"
-        ),
-        (
-            "column is the scheme of the backbone / of the MTP block. SGLang was not run: its "
-            "names "
-            "were read, its"
-        ),
-        "classes constructed without weights, and its own matching functions asked",
-        "(tests/checkpoints/test_sglang.py).",
-    ]
+    """What the page has after its words."""
+    parts = [f"SGLang {VERSION}."]
     reasons: dict[str, int] = {}
     for format, pairs in PAIRS.items():
         found, count = cells(format), counted(format)
-        lines += [
-            "",
-            f"## {format}",
-            "",
-            f"{count['yes']} of {count['yes'] + count['no']} outputs resolve in both.",
-            "",
-        ]
-        lines += [
-            _row("release", [f"{scheme} / {mtp}" for scheme, mtp in pairs]),
-            _row("---", ["---"] * len(pairs)),
-        ]
+        total = count["yes"] + count["no"]
+        parts += [f"## {format}", f"{count['yes']} of {total} outputs resolve in both."]
+        rows = []
         for model, row in found.items():
-            lines.append(_row(model, [_word(cell, reasons) for cell in row]))
-    lines += ["", "## Reasons", ""]
-    lines += [f"{number}. SGLang: {reason}" for reason, number in reasons.items()]
-    return "\n".join(lines) + "\n"
+            rows.append([model, *(_word(cell, reasons) for cell in row)])
+        parts.append(table(["release", *(f"{scheme} / {mtp}" for scheme, mtp in pairs)], rows))
+    parts += ["## Reasons", numbered(f"SGLang: {reason}" for reason in reasons)]
+    return "\n\n".join(parts)
 
 
 def _word(cell: str, reasons: dict[str, int]) -> str:
@@ -116,9 +90,5 @@ def _word(cell: str, reasons: dict[str, int]) -> str:
     return str(reasons.setdefault(alike, len(reasons) + 1))
 
 
-def _row(first: str, cells: list[str]) -> str:
-    return f"| {first} | {' | '.join(cells)} |"
-
-
 if __name__ == "__main__":
-    DOCS.write_text(text())
+    DOCS.write_text(with_part(DOCS, text()))

@@ -17,21 +17,10 @@ from keepmtp.quantize.calibrate.model.skeleton import backbone_refusal
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import SUPPORT_FILE
+from pages import numbered, table, with_part
 from releases import shipped_recipes, source_layout, write_checkpoint
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "tables" / "families.md"
-_HEAD = """\
-# Families
-
-Families that keepmtp plans and checks, and what it calibrates (`keepmtp ls families`, too). `make docs` writes this
-table: transformers' class is built for the names of every release that has a recipe, and a decoder layer of each kind
-is bound to them. Proof says how it is known that the draft which calibration runs is vLLM's:
-[mtp.md](../mtp.md#how-a-draft-was-proven) has the words. Which families take a packed head or embedding:
-[heads.md](heads.md).
-
-| family | calibrate backbone | calibrate MTP | proof |
-|---|---|---|---|
-"""
 
 
 def tried(folder: Path) -> str:
@@ -59,7 +48,7 @@ def _in_words(refusal: KeepMTPError, plan: Plan) -> str:
 
 def page() -> str:
     """docs/tables/families.md, and below the table why not."""
-    lines, reasons = [], []
+    rows, reasons = [], []
     for row in family_rows():
         cells = [row[column] for column in ("family", "backbone", "mtp", "proof")]
         for place, why in ((1, row["why_not_backbone"]), (2, row["why_not_mtp"])):
@@ -67,9 +56,10 @@ def page() -> str:
                 if why not in reasons:
                     reasons.append(why)
                 cells[place] += f" [{reasons.index(why) + 1}]"
-        lines.append(f"| {' | '.join(cells)} |")
-    notes = [f"{number}. {why}." for number, why in enumerate(reasons, 1)]
-    return _HEAD + "\n".join([*lines, "", "Why not:", "", *notes]) + "\n"
+        rows.append(cells)
+    names = ("family", "calibrate backbone", "calibrate MTP", "proof")
+    notes = numbered(f"{why}." for why in reasons)
+    return with_part(PAGE, f"{table(names, rows)}\n\nWhy not:\n\n{notes}")
 
 
 def main() -> None:
