@@ -25,6 +25,8 @@ _KINDS = {
     "int": "a whole number",
     "float": "a number",
 }
+# Key of a recipe of before -> what takes its place.
+_GONE = {"search": "Set calibration.algorithm: gptq or awq, or use W4A16_G32"}
 MAX_GOT = 300
 """Characters of a value that a message quotes."""
 _MAX_PART = 4000
@@ -153,7 +155,11 @@ def did_you_mean(
 
 
 def cure_of_key(key: str, known: Collection[str]) -> str:
-    """A cure for an unknown key: the one that it is near to, or all that there are."""
+    """A cure for an unknown key: what took its place, the one that it is near to, or all that there
+    are.
+    """
+    if key in _GONE:
+        return _GONE[key]
     return did_you_mean(key, known, otherwise=f"The keys are {', '.join(known)}")
 
 

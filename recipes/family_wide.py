@@ -58,7 +58,6 @@ _TAIL = """\
 # evaluation: {k: 3, concurrency: 8}
 # format: modelopt
 # keeps_config: true                         # of a finished checkpoint, but for what changes
-# search: mse
 # kv_cache: FP8
 # requantize: true
 # mtp_source: {source: ORG/NAME, revision: main}

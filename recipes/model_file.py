@@ -50,7 +50,6 @@ BLOCKS = (
     "format",
     "keeps_config",
     "kv_cache",
-    "search",
     "requantize",
     "evaluation",
     "gates",

@@ -42,7 +42,7 @@ from .frozen import Json, Raw
 from .knobs import AutoRoundKnobs, Contradiction, Frozen
 from .model_file import summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
-from .schemes import REWRITES, SCHEMES, SEARCHED
+from .schemes import REWRITES, SCHEMES
 
 # What a recipe loses when a search has chosen, or a scheme is named instead.
 _NO_SEARCH: Json = {"budget": None, "backbone_auto": None}
@@ -120,9 +120,6 @@ class Recipe(Frozen):
     # FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the
     # cache alone.
     kv_cache: Literal["FP8"] | None = None
-    # How scales of weights are chosen: `mse` takes those of least squared error; null takes what
-    # the largest magnitude asks for.
-    search: Literal["mse"] | None = None
     # Weights that a tool has quantized may be rounded again, into another scheme.
     requantize: bool = False
     # How the result is scored: one protocol, or a list with one for each task;
@@ -256,7 +253,6 @@ class Recipe(Frozen):
             yield from self._belongs(
                 key, self.is_searched, "backbone", AUTO, written, f"Such as {cure}"
             )
-        yield from self._against_search()
         words = sorted(self.decisions() & SCHEMES.keys())
         if self.format == "fp8" and self.backbone and not self.keeps_config:
             cure = "Remove format: FP8_BLOCK stores the same numbers"
@@ -274,19 +270,6 @@ class Recipe(Frozen):
             yield f"{block} must be given where {key} is {word}", "nothing", cure
         if is_there and not is_wanted:
             yield f"{block} must be left out where {key} is not {word}", written, "Remove it"
-
-    def _against_search(self) -> Iterator[Contradiction]:
-        if self.search is None:
-            return
-        if self.calibration is not None and self.calibration.algorithm != "minmax":
-            rule = f"search: {self.search} chooses the scales of weights that are rounded"
-            rule += " to nearest"
-            got = f"calibration.algorithm {self.calibration.algorithm}, which has scales of its own"
-            yield rule, got, "Remove search, or set algorithm: minmax"
-        if not self.is_searched and not SEARCHED & self.decisions():
-            rule = f"search: {self.search} must come with {', '.join(sorted(SEARCHED))}"
-            got = ", ".join(sorted(self.decisions() & SCHEMES.keys())) or "no scheme"
-            yield rule, got, "Use one of these schemes, or remove search"
 
     def _against_calibration(self, words: list[str]) -> Iterator[Contradiction]:
         if self.calibration is None:

@@ -213,16 +213,6 @@ SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
 layer changes.
 """
 
-SEARCHED = frozenset(
-    name for name, scheme in SCHEMES.items() if scheme.form not in ("mxfp4", "fp8_tensor")
-)
-"""The schemes that a search of scales has a meaning for; the weights of others are rounded as
-without it.
-
-Not MXFP4, whose scales are powers of two, and not FP8 with one scale a tensor, where the best one
-takes 0.5 % of the squared error away at most.
-"""
-
 RESCALING = frozenset({"awq", "smoothquant"})
 """Algorithms that move scale from one module to the next: modules next to the rewritten weights may
 change too.

@@ -14,7 +14,6 @@ from torch import Tensor
 from ...recipes.errors import CheckpointError
 from ...recipes.frozen import frozen
 from ...recipes.schemes import Scheme
-from .search import Sweep
 
 BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
@@ -30,7 +29,6 @@ class Chunk:
     Attributes:
         values: BF16 or F32 [n, K], contiguous.
         out: the rows' slices of the outputs, by suffix.
-        search: `mse`, or "".
         scaled: F32 [elements].
         spare: I32 [elements].
         codes: U8 [2, elements].
@@ -39,7 +37,6 @@ class Chunk:
     scheme: Scheme
     values: Tensor
     out: Mapping[str, Tensor]
-    search: str
     scaled: Tensor
     spare: Tensor
     codes: Tensor
@@ -48,34 +45,6 @@ class Chunk:
     def group_size(self) -> int:
         """Values with one scale: the scheme's group, or a row."""
         return self.scheme.group_size or self.values.shape[1]
-
-    def in_units_of(self, scale: Tensor) -> Tensor:
-        """Values over their groups' scales in `scaled`: F32 [elements].
-
-        F32 by F32: the one place where compressed-tensors' quotient is wider than a BF16 weight.
-        """
-        scaled = self.scaled[: self.values.numel()].copy_(self.values.view(-1))
-        scaled.view(*scale.shape, -1).div_(scale.unsqueeze(-1))
-        return scaled
-
-    def swept(
-        self, sweep: Sweep, scale: Tensor, zero: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The scale of least error for each group [n, groups], in the dtype of `scale`, and the
-        values in F32.
-
-        A scale that was chosen for the values as they are is used on them as they are: no quotient
-        is rounded to BF16. `zero` has the shape of `scale`: the groups' zero points, which are the
-        sweep's classes.
-        """
-        scaled = self.in_units_of(scale.float()).view(-1, self.group_size)
-        classes = None
-        if zero is not None:
-            scaled = scaled.add_(zero.view(-1, 1))
-            classes = zero.flatten().long()
-        chosen = sweep.errors(scaled, classes).argmin(-1)
-        exact = self.scaled[: self.values.numel()].view(self.values.shape).copy_(self.values)
-        return times(scale, sweep.ratios[0][chosen].view(scale.shape)), exact
 
 
 # Largest magnitudes, taken on the integer view: the order of non-negative floats is the order of
@@ -127,11 +96,3 @@ def store_nibbles(codes: Tensor, packed: Tensor) -> None:
     pairs = codes.view(torch.int16)
     # The low byte of a little-endian pair is the even column; the cast keeps this byte.
     packed.view(torch.uint8).view(-1).copy_(pairs.bitwise_or_(pairs >> 4))
-
-
-def times(scale: Tensor, ratio: Tensor) -> Tensor:
-    """Scales times ratios, in the dtype of the scales; the smallest ones stay as they are rather
-    than become 0.
-    """
-    product = (scale.float() * ratio).to(scale.dtype)
-    return torch.where(product == 0, scale, product)

@@ -34,7 +34,7 @@ from torch import Tensor
 from ...checkpoints.values import TORCH_DTYPES, row_ranges
 from ...recipes.errors import CheckpointError
 from ...recipes.forms import GLOBAL_SCALE
-from ...recipes.schemes import SEARCHED, Scheme
+from ...recipes.schemes import Scheme
 from .chunk import (
     BITS_DTYPE,
     MANTISSA_BITS,
@@ -45,10 +45,8 @@ from .chunk import (
     linear_scale,
     magnitude_bits,
     store_nibbles,
-    times,
 )
 from .pack_integers import int_kernel, int_pack_kernel
-from .search import float8_sweep, nvfp4_neighbour
 
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
@@ -61,7 +59,6 @@ def pack(
     scheme: Scheme,
     weights: Sequence[Tensor],
     *,
-    search: str = "",
     shared: Mapping[str, Tensor] | None = None,
 ) -> list[dict[str, Tensor]]:
     """Quantize the members of one fused group and lay them out as they go to disk.
@@ -73,8 +70,6 @@ def pack(
             the largest magnitude of the group. (vLLM 0.32.0 rounds fused static FP8 weights again,
             to the largest of their scales: fp8_utils.process_fp8_weight_tensor_strategy. Of one
             scale it changes nothing.)
-        search: `mse`, or "" for scales from the largest magnitude alone,
-            which is also what schemes without a meaning for it get.
         shared: outputs that are given, by suffix: those that say something of the whole matrix,
             where the weights are some of its rows. By default they are computed.
 
@@ -94,13 +89,11 @@ def pack(
                 got=f"{weight.dtype} {tuple(weight.shape)}",
                 cure="Keep this tensor",
             )
-    if scheme.name not in SEARCHED:
-        search = ""
     if shared is None:
         shared = {}
         if scheme.has_tensor_scale and weights:
             shared = shared_scale(scheme, largest(weights))
-    return [_pack_weight(scheme, weight, shared, search) for weight in weights]
+    return [_pack_weight(scheme, weight, shared) for weight in weights]
 
 
 def largest(weights: Iterable[Tensor]) -> Tensor:
@@ -131,9 +124,7 @@ def shared_scale(scheme: Scheme, amax: Tensor) -> dict[str, Tensor]:
     return {GLOBAL_SCALE: scale.nan_to_num(posinf=1.0).float().reshape(1)}
 
 
-def _pack_weight(
-    scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor], search: str
-) -> dict[str, Tensor]:
+def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
     outputs = {}
     for spec in scheme.weight_tensors(*weight.shape):
@@ -153,7 +144,7 @@ def _pack_weight(
         "weight_packed": 1,
     }
     ranges = [*row_ranges(weight, max(block_rows, scheme.n_multiple()))]
-    chunk = chunk_of(scheme, weight, ranges[0][1], search)
+    chunk = chunk_of(scheme, weight, ranges[0][1])
     for first, last in ranges:
         own = dict(outputs)
         for suffix in rows.keys() & outputs.keys() - shared.keys():
@@ -162,7 +153,7 @@ def _pack_weight(
     return outputs
 
 
-def chunk_of(scheme: Scheme, weight: Tensor, num_rows: int, search: str) -> Chunk:
+def chunk_of(scheme: Scheme, weight: Tensor, num_rows: int) -> Chunk:
     """Buffers for so many rows of a weight."""
     size = num_rows * weight.shape[1]
     device = weight.device
@@ -170,7 +161,6 @@ def chunk_of(scheme: Scheme, weight: Tensor, num_rows: int, search: str) -> Chun
         scheme=scheme,
         values=weight,
         out={},
-        search=search,
         scaled=torch.empty(size, dtype=torch.float32, device=device),
         spare=torch.empty(size, dtype=torch.int32, device=device),
         codes=torch.empty(2, size, dtype=torch.uint8, device=device),
@@ -226,10 +216,9 @@ def _nvfp4_kernel(chunk: Chunk) -> None:
     global_scale = chunk.out[GLOBAL_SCALE]
     amax = group_amax(chunk.values, size)
     local = _local_scale(amax, global_scale)
-    scaled = chunk.in_units_of(local / global_scale)
-    if chunk.search:
-        local = nvfp4_neighbour(local, scaled.view(-1, size))
-        scaled = chunk.in_units_of(local / global_scale)
+    # F32 by F32: the one place where compressed-tensors' quotient is wider than a BF16 weight.
+    scaled = chunk.scaled[: chunk.values.numel()].copy_(chunk.values.view(-1))
+    scaled.view(*local.shape, -1).div_((local / global_scale).unsqueeze(-1))
     chunk.out["weight_scale"].copy_(local)
     store_nibbles(e2m1_codes(scaled, chunk), chunk.out["weight_packed"])
 
@@ -292,8 +281,6 @@ def _float8_kernel(chunk: Chunk) -> None:
     scale = stored
     if chunk.scheme.weights["strategy"] != "tensor":
         scale = linear_scale(group_amax(values, chunk.group_size), _E4M3_MAX, stored.dtype)
-        if chunk.search:
-            scale, values = chunk.swept(float8_sweep(chunk.group_size, values.device), scale)
         stored.copy_(scale)
     _store_float8(values, scale, weight)
 
@@ -317,26 +304,8 @@ def _float8_blocks(chunk: Chunk, rows: int, columns: int) -> None:
         chunk.out["weight"].split(rows),
         strict=True,
     ):
-        if chunk.search:
-            own = chunk.scaled[: own.numel()].view(own.shape).copy_(own)
-            scale = _swept_blocks(own, scale, columns)
         stored.copy_(scale)
         _store_float8(own, scale.repeat_interleave(columns)[:width], weight)
-
-
-def _swept_blocks(values: Tensor, scale: Tensor, columns: int) -> Tensor:
-    """The scale of least error for each block of a row of blocks: [blocks], dtype of `scale`.
-
-    Args:
-        values: F32 [rows, K].
-        scale: [blocks], what the largest magnitudes ask for.
-        columns: of a block.
-    """
-    sweep = float8_sweep(columns, values.device)
-    scaled = values / scale.float().repeat_interleave(columns)[: values.shape[1]]
-    scaled = torch.nn.functional.pad(scaled, (0, -values.shape[1] % columns)).view(-1, columns)
-    errors = sweep.errors(scaled).view(len(values), len(scale), -1).double().sum(0)
-    return times(scale, sweep.ratios[0][errors.argmin(-1)])
 
 
 def _store_float8(values: Tensor, scale: Tensor, weight: Tensor) -> None:

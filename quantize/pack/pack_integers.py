@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...recipes.errors import CheckpointError
 from .chunk import Chunk, divided, group_amax, linear_scale, store_nibbles
-from .search import integer_sweep, shifted_sweep
 
 
 def int_pack_kernel(chunk: Chunk) -> None:
@@ -47,13 +46,8 @@ def _int_codes(chunk: Chunk) -> Tensor:
     half = 1 << (chunk.scheme.bits - 1)
     stored = chunk.out["weight_scale"]
     scale = linear_scale(group_amax(values, size), half - 0.5, stored.dtype)
-    if chunk.search:
-        scale, values = chunk.swept(integer_sweep(chunk.scheme.bits, size, values.device), scale)
     stored.copy_(scale)
-    grouped = values.unflatten(1, (-1, size))
-    per_group = scale.unsqueeze(-1)
-    # A search has made a copy of the values, which may be overwritten.
-    scaled = grouped.div_(per_group) if chunk.search else grouped / per_group
+    scaled = values.unflatten(1, (-1, size)) / scale.unsqueeze(-1)
     # int16 holds every quotient there is: at most 191.25, where a subnormal scale was rounded down.
     return scaled.round_().to(torch.int16).clamp_(-half, half - 1).flatten(1)
 
@@ -61,8 +55,7 @@ def _int_codes(chunk: Chunk) -> Tensor:
 def _shifted_codes(chunk: Chunk) -> Tensor:
     """4-bit codes around a zero point, U8 [N, K], 0..15; fills scales and zero points.
 
-    A group's range includes 0, whose code is the zero point, and has 15 steps. A search makes the
-    range narrower or wider around the same zero point.
+    A group's range includes 0, whose code is the zero point, and has 15 steps.
     """
     values = chunk.values
     size = chunk.group_size
@@ -84,8 +77,6 @@ def _shifted_codes(chunk: Chunk) -> Tensor:
     zero = (-8 - low / scale.to(values.dtype)).clamp_(-8, 7).nan_to_num_(0.0).round_()
     scale = torch.where(scale == 0, torch.finfo(stored.dtype).eps, scale)
     unsigned = zero.float() + 8
-    if chunk.search:
-        scale, values = chunk.swept(shifted_sweep(size, values.device), scale, unsigned)
     stored.copy_(scale)
     # Eight rows' zero points a word, the first one in the low bits: [ceil(N / 8), groups].
     padded = torch.nn.functional.pad(unsigned.to(torch.int32), (0, 0, 0, -len(zero) % 8))

@@ -198,7 +198,6 @@ def _packed(
         if exact is not None:
             yield exact
             return
-    pack_these = partial(pack, scheme, search=plan.recipe.search or "")
     tensor = unit[0]
     shaped = torch.empty(1, device=device).expand(tensor.shape[-2:])
     slices = [*row_ranges(shaped, _ROWS)]
@@ -211,13 +210,13 @@ def _packed(
                 looked_at = (load_rows(plan, tensor, *rows, device) for rows in slices)
                 given |= shared_scale(scheme, largest(looked_at))
             for rows in slices:
-                yield pack_these([load_rows(plan, tensor, *rows, device)], shared=given)
+                yield pack(scheme, [load_rows(plan, tensor, *rows, device)], shared=given)
             return
         read = read or from_source(plan, device)
         weights = list[Tensor]()
         for tensor in unit:
             weights += read(tensor, expert)
-        yield pack_these(weights, shared=shared)
+        yield pack(scheme, weights, shared=shared)
     except CheckpointError as error:
         names = ", ".join(tensor.name for tensor in unit)
         raise error.at(f"{plan.source.where}: {names}") from error

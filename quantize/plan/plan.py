@@ -35,7 +35,7 @@ from ...recipes.family import TABLE_ROLES, HFName, VLLMName
 from ...recipes.family_view import FamilyView
 from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
-from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHED
+from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES
 from ...recipes.tensor_parallel import Cut, Cuts, cut_of
 from .decide import (
     Decisions,
@@ -718,8 +718,6 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
         calibrated = ""
         # Weights of embedding and head are rounded to nearest, whatever the algorithm.
         is_nearest = tensor.role in TABLE_ROLES
-        if recipe.search is not None and scheme in SEARCHED:
-            reason += f"; scales by {recipe.search}"
         if scheme in REWRITES[algorithm] and tuned is None and not is_nearest:
             calibrated = "weights"
             reason += f"; {algorithm} on calibration data"

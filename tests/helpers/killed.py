@@ -22,12 +22,12 @@ from outputs import preloaded
 SMALL = {"samples": 8, "held_out": 4, "sequence_length": 32, "batch_size": 2}
 
 
-def small_recipe(folder: Path, name: str, *, search: str = "", **changes: Any) -> Path:
+def small_recipe(folder: Path, name: str, **changes: Any) -> Path:
     """A shipped recipe over fewer and shorter sequences; `changes` are of its calibration block.
     GPTQ walks over the columns of each matrix, AWQ over a grid: a few matrices show what all of
     them do.
     """
-    recipe = yaml.safe_load(find_recipe(name)[1]) | ({"search": search} if search else {})
+    recipe = yaml.safe_load(find_recipe(name)[1])
     recipe["calibration"] |= SMALL | changes
     if recipe["calibration"]["algorithm"] in ("gptq", "awq") and "experts" in recipe["backbone"]:
         recipe["backbone"] |= {"experts": "bf16", "shared_experts": "bf16"}

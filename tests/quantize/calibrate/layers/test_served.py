@@ -65,7 +65,7 @@ def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.
 
 
 def compared_for(
-    model: str, scheme: str, source: Path, folder: Path, algorithm: str = "minmax", search: str = ""
+    model: str, scheme: str, source: Path, folder: Path, algorithm: str = "minmax"
 ) -> int:
     """Plans experts of one scheme in both parts, writes them, and compares all quantized weights;
     returns their number. Latent attention takes no static scales.
@@ -76,7 +76,7 @@ def compared_for(
     mtp = {g: w for g, w in words.items() if g not in ("dense_mlp", "linear_attention")}
     data = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration.model_dump() | {"algorithm": algorithm}
     words = {"backbone": words, "mtp": mtp, "calibration": data, "requantize": True}
-    recipe = recipe_with(model, **words, search=search or None)
+    recipe = recipe_with(model, **words)
     plan = make_plan(recipe, open_source(source))
     statistics = saved(folder / "statistics", made_up(plan))
     tensors = written(plan, folder / "out", statistics=statistics)
