@@ -67,9 +67,10 @@ def calibrated(fact: CalibrationFact) -> Iterator[RenderableType]:
     yield drawn("held-out text, without a server", tables.held_out(fact))
     search = fact.search
     if search:
-        title = f"plans for {search.budget}, measured on held-out text before calibration"
-        yield drawn(title, tables.plans(search))
-        yield "The recipe that was found is recipe.yaml in the output."
+        yield (
+            f"Found for {search.budget}: {search.bytes:,} bytes, {search.bits:.2f} bits a weight; "
+            "the recipe is recipe.yaml in the output."
+        )
         yield ""
     if fact.candidates:
         title = "candidates for the MTP block"

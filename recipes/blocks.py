@@ -311,9 +311,6 @@ class BackboneAuto(Frozen):
     # How much a nat by which the drafts' distribution moves counts against a nat of the answers'
     # one.
     draft_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    # Part of the released model's acceptance that the plan must keep on held-out text, as for
-    # `mtp_auto`; without it none is asked for.
-    min_acceptance: Fraction | None = None
     # Of the calibration text, on which sensitivities are measured.
     tokens: Positive = 8192
 

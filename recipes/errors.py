@@ -26,7 +26,10 @@ _KINDS = {
     "float": "a number",
 }
 # Key of a recipe of before -> what takes its place.
-_GONE = {"search": "Set calibration.algorithm: gptq or awq, or use W4A16_G32"}
+_GONE = {
+    "search": "Set calibration.algorithm: gptq or awq, or use W4A16_G32",
+    "min_acceptance": "Set gates.min_acceptance, which judges what was written",
+}
 MAX_GOT = 300
 """Characters of a value that a message quotes."""
 _MAX_PART = 4000

@@ -74,9 +74,8 @@ def calibration_bytes(plan: Plan) -> int:
     if plan.may_calibrate_mtp:
         sequences += calibration.samples
     if plan.recipe.is_searched:
-        # It keeps what every layer returns for a part of the text, and then four plans on the
-        # held-out text.
-        sequences += calibration.samples // 4 * plan.view.num_layers + 10 * calibration.held_out
+        # It keeps what every layer returns for a part of the text.
+        sequences += calibration.samples // 4 * plan.view.num_layers
     # States of three layers, in BF16.
     total = 3 * 2 * sequences * calibration.sequence_length * channels(plan)
     for tensor in plan.tensors:

@@ -131,11 +131,6 @@ class Choices:
         """The words that cost least."""
         return {unit.name: min(unit.options, key=self.cost).word for unit in self.units}
 
-    @cached_property
-    def largest(self) -> dict[str, str]:
-        """The words that cost most."""
-        return {unit.name: max(unit.options, key=self.cost).word for unit in self.units}
-
     def _chosen(self, assignment: Assignment) -> list[Option]:
         return [unit.option(assignment[unit.name]) for unit in self.units]
 
@@ -159,7 +154,7 @@ class Choices:
         return {unit.name: unit.option(word).word for unit in self.units}
 
     def plan(self, assignment: Assignment) -> Plan:
-        """The plan with these words, as far as weights go: for measuring, not for writing."""
+        """The plan with these words, as far as weights go: for pricing, not for writing."""
         chosen = dict[HFName, TensorPlan]()
         for option in self._chosen(assignment):
             for tensor in option.tensors:
@@ -228,9 +223,7 @@ def refuse_budget(choices: Choices) -> None:
 
 
 def rows_looked_at(recipe: Recipe) -> int:
-    """Sequences of the calibration text on which sensitivities are measured, and of held-out text
-    for each plan.
-    """
+    """Sequences of the calibration text on which sensitivities are measured."""
     calibration = recipe.calibration
     assert calibration is not None
     most = max(_FEWEST, calibration.samples // _SHARE)

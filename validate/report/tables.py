@@ -8,7 +8,7 @@ Easy to get wrong: a k whose server failed has no figure and says so.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
+from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import size_in_words
 from ..facts.numbers import figure, percent
 from ..facts.rows import ARM_TITLES, Arm, Row
@@ -34,18 +34,6 @@ def held_out(fact: CalibrationFact) -> Table:
         rows.append((row.title, figure(row.perplexity), divergence, shares, figure(length)))
     return Table(
         columns=("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length"), rows=rows
-    )
-
-
-def plans(search: SearchFact) -> Table:
-    """The plans that a search under a budget measured."""
-    rows = []
-    for plan in search.plans:
-        title = f"{plan.title}{', chosen' * plan.chosen}"
-        nats = f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", f"{plan.lost:.4f}"
-        rows.append((title, f"{plan.bytes:,}", f"{plan.bits:.2f}", *nats, percent(plan.kept)))
-    return Table(
-        columns=("", ">bytes", ">bits", ">predicted", ">divergence", ">lost", ">kept"), rows=rows
     )
 
 

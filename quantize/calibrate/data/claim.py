@@ -69,8 +69,7 @@ def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
 
 
 def search_fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
-    """SHA-256 over everything the sensitivities of a search depend on; not its budget, nor what is
-    asked of its plans.
+    """SHA-256 over everything the sensitivities of a search depend on; not its budget.
 
     Here batches and processes count always: sensitivities are sums.
     """
@@ -79,9 +78,8 @@ def search_fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
         parts["recipe"].pop(key, None)
     auto = plan.recipe.backbone_auto
     assert auto is not None
-    own = auto.model_dump(mode="json", exclude={"min_acceptance"})
     parts["search"] = {
-        **own,
+        **auto.model_dump(mode="json"),
         "mtp": plan.recipe.mtp,
         "processes": size,
         "batch_size": plan.calibration.batch_size,

@@ -263,32 +263,6 @@ class TunedFact(Fact):
         )
 
 
-class TriedPlanFact(Fact):
-    """A plan that a search measured on held-out text, before its weights were calibrated.
-
-    Attributes:
-        title: what it is.
-        bytes: of all files, a little more than they are.
-        bits: of weights and scales, for each weight that was searched.
-        predicted: nats a token by the sensitivities, of answers and weighted drafts.
-        divergence: of the answers from the released model's, nats a slot.
-        kept: part of the released model's acceptance; None where no block can be run.
-        kept_at_least: its lower limit at the confidence of the recipe's gates.
-        lost: of acceptance, what it is shown to lose against another of these plans, in nats.
-        chosen: it is what was calibrated and written.
-    """
-
-    title: str
-    bytes: Count
-    bits: Figure
-    predicted: Figure7
-    divergence: Figure7
-    kept: Figure5 | None = None
-    kept_at_least: Figure5 | None = None
-    lost: Figure7 = 0.0
-    chosen: bool = False
-
-
 class SearchFact(Fact):
     """What a search under a budget did.
 
@@ -298,16 +272,19 @@ class SearchFact(Fact):
         asked: a sum over all that this recipe left to the search.
         units: whose words were searched.
         tokens: of calibration text, on which sensitivities were measured.
-        plans: that were measured, the one that the knapsack found first.
+        bytes: of all files of the plan that was found, a little more than they are.
+        bits: of its weights and scales, for each weight that was searched.
+        predicted: its nats a token by the sensitivities, of answers and weighted drafts.
     """
 
-    dropped = frozenset({"gap"})
     budget: str
     candidates: tuple[str, ...]
     asked: str
     units: Count
     tokens: Count
-    plans: Annotated[tuple[TriedPlanFact, ...], Field(min_length=1, max_length=20)]
+    bytes: Count
+    bits: Figure
+    predicted: Figure7
 
 
 class KeptFact(Fact):

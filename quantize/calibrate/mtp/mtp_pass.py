@@ -395,7 +395,7 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
     That is, were no draft lost: before hours of work.
 
     Args:
-        plan: its recipe says auto or tuned for its block, or auto for all of it.
+        plan: its recipe says auto or tuned for its block.
         data: of the run.
 
     Raises:
@@ -404,9 +404,8 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
     recipe = plan.recipe
     needed = 1
     fewest = 1
-    auto = recipe.mtp_auto or recipe.backbone_auto
-    if auto and auto.min_acceptance is not None:
-        needed = fewest_slots(auto.min_acceptance, recipe.gates.confidence)
+    if recipe.mtp_auto is not None:
+        needed = fewest_slots(recipe.mtp_auto.min_acceptance, recipe.gates.confidence)
         fewest = FEWEST_SEQUENCES
     slots = data.held_out_ids.numel()
     if data.held_out_written is not None:

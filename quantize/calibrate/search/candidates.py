@@ -1,9 +1,8 @@
-"""Candidates for a layer that was not calibrated for them: as a server computes, and what each does
-to answers.
+"""What each candidate for a layer does to answers.
 
-In: a layer or MTP block with the released weights, its binding, and plans of `Choices`. Out: the
-layer as a server would compute it under a plan, for as long as a context lasts; or for each unit
-and word a sum over tokens whose half is about the divergence in nats, from one backward pass.
+In: a layer or MTP block with the released weights, its binding, and plans of `Choices`. Out: for
+each unit and word a sum over tokens whose half is about the divergence in nats, from one backward
+pass.
 
 A candidate changes the output of a linear layer at one token by d: its real packed weights, with
 its inputs rounded as on a server, against the released ones. If g is the gradient of the log
@@ -19,7 +18,6 @@ element for itself; here signs are kept within a token. James Martens, "New Insi
 Perspectives on the Natural Gradient Method" (2020), on sampled and on observed tokens.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor, nn
 
 from ....recipes.family import HFName
@@ -39,9 +37,8 @@ from ...run.ranks import gathered
 from ..layers.activations import Rounding, rounding_of
 from ..layers.served import InMemory, served_rows
 from ..layers.tables import served_tables
-from ..layers.work import schemes_in
 from ..model.binding import Binding, Piece
-from ..model.hooks import hooked, modules_of
+from ..model.hooks import hooked
 from ..model.skeleton import Skeleton
 from ..mtp.acceptance import divergence
 
@@ -85,49 +82,9 @@ def rebound(binding: Binding, plan: Plan) -> Binding:
     return found
 
 
-@contextmanager
-def as_candidate(
-    model: Any, plan: Plan | None, binding: Binding, path: str, largest: LargestInputs
-) -> Iterator[None]:
-    """A layer with the served weights of a plan and rounded inputs; afterwards it is as it was.
-
-    Args:
-        model: with the released weights.
-        plan: of `Choices`; None for the release, which stays as it is.
-        binding: of the layer or block, for any plan.
-        path: its path in the model, with a dot; "" for the model itself.
-        largest: of its inputs.
-    """
-    if plan is None:
-        yield
-        return
-    binding = rebound(binding, plan)
-    schemes = schemes_in(binding, path)
-    before = modules_of(model, schemes)
-    try:
-        for name, scheme in schemes.items():
-            module = copy.deepcopy(before[name])
-            module.quantization_scheme = _for_ct(scheme)
-            # So that its weight is not rounded again.
-            module.quantization_status = QuantizationStatus.COMPRESSED
-            for spec in SCHEMES[scheme].extra:
-                scale = static_scale(spec.suffix, largest[name.removeprefix(path)])
-                setattr(module, spec.suffix, scale)
-            model.set_submodule(name, module)
-        for served in served_rows(model, plan, binding, path, input_scales(binding, largest)):
-            served.weight.copy_(served.values)
-        yield
-    finally:
-        for name, module in before.items():
-            model.set_submodule(name, module)
-
-
 def _for_ct(scheme: str) -> QuantizationScheme:
     """The scheme as compressed-tensors has it."""
     return QuantizationScheme(targets=["Linear"], **SCHEMES[scheme].config_group())
-
-
-# --- what a candidate does to the answers ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +237,8 @@ class HeadSeen:
         self.rows.append((args[0].detach().flatten(0, -2), self.counts))
 
 
-def head_errors(
-    choices: Choices, skeleton: Skeleton, seen: HeadSeen
-) -> tuple[UnitErrors, LargestInputs]:
-    """This rank's sums for the head, if a search decides about it, and the largest of its inputs.
+def head_errors(choices: Choices, skeleton: Skeleton, seen: HeadSeen) -> UnitErrors:
+    """This rank's sums for the head, if a search decides about it.
 
     Logits are what a head returns, so the divergence of each word is computed, not estimated; but
     some classes cap their logits afterwards, and the cap is left out.
@@ -310,7 +265,7 @@ def head_errors(
                         error += counts * divergence(released, head(rows))
             # As a square, whose half is the divergence.
             errors[unit.name, option.word] = 2 * error
-    return errors, largest
+    return errors
 
 
 @contextmanager

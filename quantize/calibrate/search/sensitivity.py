@@ -1,8 +1,7 @@
 """How much a model's answers and drafts change when one unit is rounded by one scheme.
 
-In: the choices of a search, and the first part of the calibration text. Out: `Sensitivities`: for
-each unit and scheme the divergence that it is expected to cost, in nats a token; and the largest
-input of every linear layer.
+In: the choices of a search, and the first part of the calibration text. Out: for each unit and
+scheme the divergence that it is expected to cost, in nats a token.
 
 Three sweeps over the layers, one layer in memory at a time:
 
@@ -20,7 +19,6 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from torch import Tensor, nn
 
 from ....checkpoints.files import write_whole
 from ....recipes.errors import CheckpointError
-from ...plan.choices import SWEEP_TOKENS, Assignment, Choices, auto_of, rows_looked_at
+from ...plan.choices import SWEEP_TOKENS, Choices, auto_of, rows_looked_at
 from ...run.progress import ProgressCallback, reporter
 from ...run.ranks import Ranks
 from ..data.data import CalibrationData
@@ -45,7 +43,6 @@ from ..mtp.mtp_block import MtpBlock, draft_steps
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
 from .candidates import (
     HeadSeen,
-    LargestInputs,
     Seen,
     UnitErrors,
     head_errors,
@@ -54,23 +51,8 @@ from .candidates import (
     watching,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Sensitivities:
-    """What the sweeps found.
-
-    Attributes:
-        losses: (unit, word) -> nats a token; a word that rounds nothing is not there.
-        largest: layer (or -1 - block; the number of layers for the head) -> linear layer by its
-            path there -> largest magnitude of its input.
-    """
-
-    losses: dict[tuple[str, str], float]
-    largest: dict[int, dict[str, float]]
-
-    def predicted(self, assignment: Assignment) -> float:
-        """Nats a token of all units with these words."""
-        return math.fsum(self.losses.get(pair, 0.0) for pair in assignment.items())
+Sensitivities = dict[tuple[str, str], float]
+"""Unit and word -> nats a token; a word that rounds nothing is not there."""
 
 
 class SearchRun:
@@ -104,7 +86,7 @@ class SearchRun:
         # Of the base plan, whose layers have the released weights.
         self.skeleton = Skeleton(choices.base, device=ranks.device)
         self.ids = data.ids[: rows_looked_at(choices.recipe)]
-        total = 3 * len(self.skeleton) + 1
+        total = 2 * len(self.skeleton) + 1
         self.report = reporter(progress, ranks, "search", total=total, tokens=self.ids.numel())
         self._states = States(folder / "states", ranks)
         self._gradients = States(folder / "gradients", ranks)
@@ -142,14 +124,11 @@ class SearchRun:
             self._backward(index)
             self.report(2 * last + 1 - index)
         losses = {}
-        largest = {}
         for path in (self.folder / "errors").glob("*.json"):
-            kept = json.loads(path.read_text())
-            largest[int(path.stem)] = kept["largest"]
-            for unit, word, value in kept["errors"]:
+            for unit, word, value in json.loads(path.read_text()):
                 # To second order the divergence is half of the mean square (`candidates.py`).
                 losses[unit, word] = value / (2 * self.ids.numel())
-        return Sensitivities(losses, largest)
+        return losses
 
     # --- the sweeps -------------------------------------------------------------------------------
 
@@ -196,7 +175,8 @@ class SearchRun:
                     outputs.put("calibration", batch.first, _gradients(batch))
             for number, (block, seen) in enumerate(sides):
                 self._judge(-1 - number, block, block.binding, "", seen)
-            self._keep(len(self.skeleton), *head_errors(self.choices, self.skeleton, head))
+            errors = head_errors(self.choices, self.skeleton, head)
+            self._keep(len(self.skeleton), errors)
 
     def _draw(self, sequence: Batch, blocks: Sequence[MtpBlock], seen: HeadSeen) -> None:
         """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions
@@ -288,15 +268,15 @@ class SearchRun:
     ) -> None:
         """What all words do to a layer's units, summed over the ranks, on disk."""
         largest = largest_inputs(seen, binding)
-        self._keep(index, unit_errors(self.choices, model, binding, path, seen, largest), largest)
+        self._keep(index, unit_errors(self.choices, model, binding, path, seen, largest))
 
-    def _keep(self, index: int, errors: UnitErrors, largest: LargestInputs) -> None:
+    def _keep(self, index: int, errors: UnitErrors) -> None:
         sums = self.ranks.sum(torch.tensor([*errors.values()], dtype=torch.float64)).tolist()
         if self.ranks.is_first:
             found = [(*pair, value) for pair, value in zip(errors, sums, strict=True)]
             file = self._figures(index)
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps({"errors": found, "largest": largest}))
+            write_whole(file, json.dumps(found))
         self.ranks.wait()
 
     def _figures(self, index: int) -> Path:

@@ -71,6 +71,10 @@ def test_a_budget_without_a_unit_is_refused(written):
         ),
         ({"backbone_auto": {"candidates": ["NVFP5"]}}, "Did you mean NVFP4?"),
         ({"backbone_auto": {"candidates": ["NVFP4"], "tokns": 1}}, "Did you mean tokens?"),
+        (
+            {"backbone_auto": {"candidates": ["NVFP4"], "min_acceptance": 0.9}},
+            "Set gates.min_acceptance",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(changes, says):

@@ -146,11 +146,9 @@ def test_two_ranks_find_the_plan_that_one_finds(tmp_path):
     assert finished(start(recipe, two, size=2, is_whole=True)) == [0, 0]
     alone = summary(one)["search"]
     first = summary(two)["search"]
-    assert first == summary(two, 1)["search"] and len(alone["plans"]) > 1
-    for plan, other in zip(alone["plans"], first["plans"], strict=True):
-        for key in ("predicted", "divergence"):
-            assert other.pop(key) == pytest.approx(plan.pop(key), rel=0.02)
-        assert other == plan
+    assert first == summary(two, 1)["search"]
+    assert first.pop("predicted") == pytest.approx(alone.pop("predicted"), rel=0.02)
+    assert first == alone
 
 
 @pytest.mark.full
