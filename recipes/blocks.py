@@ -93,10 +93,10 @@ def _all_groups(written: object) -> object:
 
 
 def _chosen_tables(policy: dict[str, str]) -> dict[str, str]:
-    """No search chooses for the embedding, and neither table is tuned."""
+    """No search chooses for embedding and head, and neither is tuned."""
     for group in TABLE_ROLES:
         word = policy.get(group)
-        if word == TUNED or (word == AUTO and group != "head"):
+        if word in (TUNED, AUTO):
             raise RecipeError(
                 "",
                 f"{group} must have a scheme, `source` or `bf16`: no search judges it",

@@ -174,7 +174,7 @@ class Recipe(Frozen):
         """
         backbone = dict(self.backbone)
         for group, word in self.backbone.items():
-            if word in words and (group not in TABLE_ROLES or word == AUTO):
+            if word in words and group not in TABLE_ROLES:
                 backbone[group] = other
         return backbone
 

@@ -35,7 +35,6 @@ from ...recipes.schema import AUTO, BackboneAuto, Override, Recipe, validated
 from ...recipes.schemes import REWRITES
 from .decide import Decisions, matching_limit
 from .plan import Plan, make_plan, refuse_unservable, with_separate_mtp
-from .tables import is_table
 from .tensor_plan import TensorPlan
 
 # Of a tensor's two lines, in the index and in the header of its file, besides its name.
@@ -251,7 +250,7 @@ def _is_searched(tensor: TensorPlan, recipe: Recipe, words: Mapping[str, Decisio
         word = recipe.mtp
     if word != AUTO or len(tensor.shape) < 2 or tensor.slices:
         return False
-    if tensor.place.row.why_kept and not is_table(tensor.place):
+    if tensor.place.row.why_kept:
         return False
     if tensor.fate not in ("keep", "dequantize"):
         return False
@@ -361,16 +360,12 @@ def _overrides(
         if word == words[unit.part, unit.role]:
             continue
         number = _NUMBER.search(tensors[0].module)
-        layer = 0
-        if number is not None:
-            layer = int(number[0])
+        assert number is not None, "a unit is in a layer"
         for tensor in tensors:
             # One place for the layer's number; any number for an expert.
-            template, *others = [re.escape(part) for part in _NUMBER.split(tensor.module)]
-            if others:
-                template += _PLACE + INDEX.join(others)
-            templates.add(template)
-        layers[word, tuple(sorted(templates))].append(layer)
+            first, *others = [re.escape(part) for part in _NUMBER.split(tensor.module)]
+            templates.add(first + _PLACE + INDEX.join(others))
+        layers[word, tuple(sorted(templates))].append(int(number[0]))
     for (word, templates), numbers in sorted(layers.items()):
         any_layer = "|".join(str(number) for number in sorted(numbers))
         pattern = "|".join(templates).replace(_PLACE, f"(?:{any_layer})")

@@ -36,21 +36,14 @@ from ...plan.plan import Plan
 from ...run.ranks import gathered
 from ..layers.activations import Rounding, rounding_of
 from ..layers.served import InMemory, served_rows
-from ..layers.tables import served_tables
-from ..model.binding import Binding, Piece
+from ..model.binding import Binding
 from ..model.hooks import hooked
-from ..model.skeleton import Skeleton
-from ..mtp.acceptance import divergence
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _TOKENS_AT_ONCE = 4_096
-_HEAD = "head"
 
 # Linear layer of a layer or block, by its path there -> the largest magnitude of its input.
 LargestInputs = Mapping[str, float]
-
-# Unit and word -> sum over tokens of (g . d)^2.
-UnitErrors = dict[tuple[str, str], float]
 
 
 def static_scale(leaf: str, largest: float) -> Tensor:
@@ -178,8 +171,7 @@ def unit_errors(
     binding: Binding,
     path: str,
     seen: Mapping[str, Seen],
-    largest: LargestInputs,
-) -> UnitErrors:
+) -> dict[tuple[str, str], float]:
     """This rank's sums for every unit of a layer or block, and every word that rounds it.
 
     Args:
@@ -188,10 +180,12 @@ def unit_errors(
         binding: of the layer or block, for any plan.
         path: its path in the model, with a dot; "" for the model itself.
         seen: by module under that path.
-        largest: likewise.
+
+    Returns: by unit and word, the sum over tokens of (g . d)^2.
     """
+    largest = largest_inputs(seen, binding)
     unit_of = _unit_of(choices)
-    errors: UnitErrors = defaultdict(float)
+    errors: dict[tuple[str, str], float] = defaultdict(float)
     for word in auto_of(choices.recipe).candidates:
         plan = choices.plan(choices.uniform(word))
         own = rebound(binding, plan)
@@ -218,75 +212,6 @@ def unit_errors(
                 error += float(moved_T.double().square().sum())
             errors[unit.name, word] += error
     return errors
-
-
-@dataclass
-class HeadSeen:
-    """What the head has read.
-
-    Attributes:
-        rows: [T, K] of each call, and how much their divergence counts.
-        counts: how much that of the next calls does.
-    """
-
-    rows: list[tuple[Tensor, float]] = field(default_factory=list)
-    counts: float = 1.0
-
-    def look(self, _module: nn.Module, args: Any, _output: Tensor) -> None:
-        """A forward hook."""
-        self.rows.append((args[0].detach().flatten(0, -2), self.counts))
-
-
-def head_errors(choices: Choices, skeleton: Skeleton, seen: HeadSeen) -> UnitErrors:
-    """This rank's sums for the head, if a search decides about it.
-
-    Logits are what a head returns, so the divergence of each word is computed, not estimated; but
-    some classes cap their logits afterwards, and the cap is left out.
-
-    Args:
-        choices: of the search.
-        skeleton: of its base plan, with the head.
-        seen: its inputs.
-    """
-    amax = max((float(rows.abs().amax()) for rows, _ in seen.rows), default=0.0)
-    largest = {_HEAD: max(gathered(amax))}
-    head: Any = skeleton.model.get_output_embeddings()
-    errors = {}
-    for unit in choices.units:
-        for option in unit.options:
-            if unit.role != "head" or not option.tensors[0].scheme:
-                continue
-            plan = choices.plan(choices.uniform(option.word))
-            error = 0.0
-            with torch.no_grad(), as_tables(skeleton, plan, largest):
-                for rows, counts in seen.rows:
-                    released = head(rows)
-                    with served_tables(skeleton, "served"):
-                        error += counts * divergence(released, head(rows))
-            # As a square, whose half is the divergence.
-            errors[unit.name, option.word] = 2 * error
-    return errors
-
-
-@contextmanager
-def as_tables(skeleton: Skeleton, plan: Plan | None, largest: LargestInputs) -> Iterator[None]:
-    """Embedding and head are served as a plan has them.
-
-    Args:
-        skeleton: of the search's base plan.
-        plan: of `Choices`; None for the release.
-        largest: of the head's inputs.
-    """
-    base, given = skeleton.plan, skeleton.given
-    skeleton.plan = plan or base
-    for tensor in skeleton.plan.packed_tables:
-        if tensor.role == "head":
-            skeleton.served.pop(tensor.name, None)
-            skeleton.given = input_scales({f"{_HEAD}.weight": (Piece(tensor=tensor),)}, largest)
-    try:
-        yield
-    finally:
-        skeleton.plan, skeleton.given = base, given
 
 
 def rounding_for(scheme: str, largest: float) -> Rounding:

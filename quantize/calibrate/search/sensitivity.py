@@ -42,11 +42,7 @@ from ..mtp.acceptance import block_input, computed
 from ..mtp.mtp_block import MtpBlock, draft_steps
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
 from .candidates import (
-    HeadSeen,
     Seen,
-    UnitErrors,
-    head_errors,
-    largest_inputs,
     unit_errors,
     watching,
 )
@@ -158,7 +154,6 @@ class SearchRun:
         model = self.skeleton.model
         blocks = self.blocks()
         sides = []
-        head = HeadSeen()
         with ExitStack() as stack:
             stack.enter_context(self.skeleton.head())
             model.requires_grad_(False)
@@ -168,17 +163,13 @@ class SearchRun:
                 sides.append((block, seen))
             outputs = stack.enter_context(self._gradients.writing(len(self.skeleton), keeps=True))
             stack.enter_context(released(model))
-            multiplies: Any = model.get_output_embeddings()
-            with hooked([multiplies.register_forward_hook(head.look)]):
-                for batch, _ in self._batches(len(self.skeleton)):
-                    self._draw(batch, blocks, head)
-                    outputs.put("calibration", batch.first, _gradients(batch))
+            for batch, _ in self._batches(len(self.skeleton)):
+                self._draw(batch, blocks)
+                outputs.put("calibration", batch.first, _gradients(batch))
             for number, (block, seen) in enumerate(sides):
                 self._judge(-1 - number, block, block.binding, "", seen)
-            errors = head_errors(self.choices, self.skeleton, head)
-            self._keep(len(self.skeleton), errors)
 
-    def _draw(self, sequence: Batch, blocks: Sequence[MtpBlock], seen: HeadSeen) -> None:
+    def _draw(self, sequence: Batch, blocks: Sequence[MtpBlock]) -> None:
         """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions
         and drafts.
         """
@@ -197,9 +188,7 @@ class SearchRun:
 
         # Never of the text's next token: its gradient says what would improve the model, not what
         # would change it.
-        seen.counts = 1.0
         likelihood = drawn(computed(skeleton, sequence).logits[0])
-        seen.counts = self.auto.draft_weight
         if blocks and self.auto.draft_weight:
             hidden = block_input(skeleton, blocks[0], sequence)
             tokens = model.get_input_embeddings()
@@ -267,10 +256,7 @@ class SearchRun:
         self, index: int, model: Any, binding: Binding, path: str, seen: dict[str, Seen]
     ) -> None:
         """What all words do to a layer's units, summed over the ranks, on disk."""
-        largest = largest_inputs(seen, binding)
-        self._keep(index, unit_errors(self.choices, model, binding, path, seen, largest))
-
-    def _keep(self, index: int, errors: UnitErrors) -> None:
+        errors = unit_errors(self.choices, model, binding, path, seen)
         sums = self.ranks.sum(torch.tensor([*errors.values()], dtype=torch.float64)).tolist()
         if self.ranks.is_first:
             found = [(*pair, value) for pair, value in zip(errors, sums, strict=True)]

@@ -15,7 +15,6 @@ from keepmtp.quantize.plan.choices import choices_of, refuse_budget
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.budget import read_budget
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.family import QUANTIZABLE_ROLES
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe, validated
 from passes import ROOT
@@ -126,22 +125,6 @@ def test_an_override_fixes_modules_and_a_group_may_have_a_word_of_its_own():
     choices = choices_of(recipe, open_source(GLM))
     places = {(unit.part, unit.role, unit.layer) for unit in choices.units}
     assert places == {*product(["backbone"], ["shared_experts", "experts"], [1, 2])}
-
-
-def test_the_head_is_a_unit_where_the_recipe_says_so(tmp_path):
-    """With the words that vLLM's class of the family takes; no search chooses a tied head."""
-
-    def words(model: str, of: str) -> list[str]:
-        source = open_source(write_checkpoint(tmp_path / model, *source_layout(model)))
-        backbone = dict.fromkeys((*QUANTIZABLE_ROLES, "head"), "auto")
-        choices = choices_of(searched("16 bits", of=of, backbone=backbone), source)
-        (unit,) = (unit for unit in choices.units if unit.role == "head")
-        return [option.word for option in unit.options]
-
-    assert words("glm-4.7", "glm-4.7.nvfp4-fp8") == WORDS
-    assert words("qwen3-next-80b", "qwen3-next-80b.nvfp4-fp8") == ["bf16"]
-    with pytest.raises(RecipeError, match="head must match a module of the model"):
-        words("ernie-4.5-21b", "ernie-4.5-21b.w4a16-gptq")
 
 
 @pytest.mark.parametrize("budget", ["1MiB", "4 bits"])

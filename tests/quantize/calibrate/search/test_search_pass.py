@@ -23,7 +23,6 @@ from keepmtp.quantize.calibrate.search.sensitivity import SearchRun, Sensitiviti
 from keepmtp.quantize.plan.choices import choices_of, found_plan, found_recipe, found_text
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError
-from keepmtp.recipes.family import QUANTIZABLE_ROLES
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, plan_over
@@ -31,8 +30,6 @@ from scipy.stats import spearmanr
 from typer.testing import CliRunner
 from writing import recipe_with
 from written_values import poke
-
-HEAD = "backbone:lm_head"
 
 
 def plan_and_data(
@@ -44,8 +41,7 @@ def plan_and_data(
 
 def searched(budget: str, *, auto: dict | None = None, **changes) -> Recipe:
     words = {"candidates": ["NVFP4", "FP8_DYNAMIC", "bf16"]} | (auto or {})
-    backbone = dict.fromkeys((*QUANTIZABLE_ROLES, "head"), "auto")
-    own = {"backbone": backbone, "mtp": "auto", "budget": budget, "backbone_auto": words}
+    own = {"backbone": "auto", "mtp": "auto", "budget": budget, "backbone_auto": words}
     return recipe_with("tiny-glm4-moe.nvfp4", **own, **changes)
 
 
