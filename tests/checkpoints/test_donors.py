@@ -118,9 +118,6 @@ def test_plan_record_and_card_name_the_donors(filled, tmp_path):
         "experts": "heavy",
         "mtp": "block",
     }
-    again = tmp_path / "again"
-    ran(f"quantize {out / 'recipe.yaml'} --source {first} --out {again}")
-    assert tensors_of(again) == tensors_of(out)
     # Another build in the donor's place makes another output.
     for file in heavy.glob("*.safetensors"):
         os.utime(file)

@@ -90,38 +90,10 @@ def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.full
-def test_what_is_not_installed_is_one_sentence(source, tmp_path):
-    heavy = ("datasets", "llmcompressor", "transformers")
-
-    def said(lacks: tuple[str, ...], line: str, status: int) -> str:
-        done = keepmtp_without(lacks, line, cwd=tmp_path, status=status)
-        assert "Traceback" not in done.stderr, done.stderr
-        assert status == 0 or (done.stderr.count("\n") == 1 and not [*tmp_path.iterdir()])
-        return done.stdout + done.stderr
-
-    refusal = said(heavy, f"quantize {AUTO}", 2)
-    absent = "got no datasets and no llmcompressor and no transformers"
-    assert f"{absent}. Run {sys.executable} -m pip install 'keepmtp[calibrate]'" in refusal
-    line = f"quantize glm-4.7 --source {source} --out no"
-    assert "-m pip install 'keepmtp[quantize]'." in said(("torch",), line, 2)
-    assert "Not installed: calibration for" in said(("torch", *heavy), f"plan {AUTO}", 0)
-    made = said(heavy, f"quantize {AUTO} --scheme nvfp4a16-fp8 --out out", 0)
-    assert "check passed" in made
-
-
-@pytest.mark.full
-def test_only_the_first_of_several_processes_speaks():
-    words = f"quantize {AUTO} --dry-run"
-    quiet = keepmtp(words, status=0, RANK="1", WORLD_SIZE="2")
-    assert quiet.stdout == quiet.stderr == ""
-    spoken, alone = (  # memory that is free is another number in each process
-        re.sub(r"[\d.]+ GiB free", "", ran(words, **place))
-        for place in ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "3"})
-    )
-    assert spoken == alone != ""
-    wrong = keepmtp(f"quantize {AUTO} --source absent", RANK="1", WORLD_SIZE="2")
-    assert wrong.stderr.startswith("rank 1 of 2: error: ") and wrong.stderr.count("\n") == 1
+def test_a_plan_says_what_is_not_installed(tmp_path):
+    """tests/test_wheel.py has what a run refuses."""
+    done = keepmtp_without(("torch",), f"plan {AUTO}", cwd=tmp_path, status=0)
+    assert "Not installed: calibration for" in done.stdout + done.stderr
 
 
 @pytest.mark.full
@@ -166,10 +138,6 @@ def test_a_calibrated_run_for_machines(tmp_path):
     told = json.loads(done.stdout)
     found = told["calibration"]
     assert told["check"]["ok"] and told["plan"]["recipe"]["mtp"] == found["mtp"] == "NVFP4"
-    released, kept, quantized = found["rows"]
-    assert 1 < released["perplexity"] < kept["perplexity"] * 1.05
-    assert quantized["acceptance"]["by_position"]["1"][0] > 0.3
-    assert [each["chosen"] for each in found["candidates"]] == [False, True]
     assert {path.name for path in tmp_path.iterdir()} == {"mine.yaml", "out", "out.log"}
     results = told["results"]
     assert results["output_bytes"] == told["plan"]["bytes"]["after"]

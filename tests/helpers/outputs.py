@@ -75,7 +75,6 @@ def quantize_into(
     out: Path,
     recipe: str,
     *,
-    at: float = 0.0,
     pause: float = 0.0,
     hold: int | None = None,
 ) -> None:
@@ -85,7 +84,6 @@ def quantize_into(
         source: a checkpoint of MODEL.
         out: the output.
         recipe: its name, such as MODEL.fp8, or its file.
-        at: when to begin, by the clock on the wall, so that two start together.
         pause: seconds to wait after each unit.
         hold: when so many shards are whole, it is held; None: never.
     """
@@ -109,7 +107,6 @@ def quantize_into(
 
     torch.set_num_threads(1)
     decided, text = find_recipe(recipe)
-    time.sleep(max(0.0, at - time.time()))
     try:
         plan = plan_before_measuring(decided, open_source(source))
         plan = replace(plan, shard_bytes=SHARD_BYTES)

@@ -4,7 +4,6 @@ nothing.
 
 import errno
 import os
-import random
 import shutil
 import signal
 import time
@@ -85,31 +84,6 @@ def killed_after(source: Path, out: Path, num_shards: int) -> None:
 
 
 # --- one run owns an output -----------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_simultaneous_runs_never_mix(unbroken, tmp_path, source):
-    """Two plans start together and the first is killed; whatever is finished then is one plan's,
-    whole.
-    """
-    chance = random.Random(7)
-    for number in range(8):
-        out = tmp_path / f"out{number}"
-        at = time.time() + 0.1
-        first, second = (start(source, out, scheme, at=at, pause=0.01) for scheme in (ONE, OTHER))
-        time.sleep(0.1 + chance.random() * 0.8)
-        chance.choice((first, second)).kill()
-        assert {end(first), end(second)} <= {0, 2, -signal.SIGKILL}
-        for scheme in chance.sample((ONE, OTHER), 2):
-            assert end(start(source, out, scheme)) in (0, 2)
-            if out.exists():
-                assert digests(out) in unbroken.values(), f"round {number}: a mixture"
-                break
-        else:  # each was refused because of the other's unfinished output: do what the refusal says
-            assert "Remove it, or choose another OUT" in outputs.refusal(out)
-            shutil.rmtree(partial_path(out))
-            assert end(start(source, out, ONE)) == 0
-            assert digests(out) == unbroken[ONE]
 
 
 def test_the_lock_comes_before_anything_is_read_or_written(tmp_path, source):

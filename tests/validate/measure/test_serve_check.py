@@ -84,24 +84,3 @@ def test_answers_with_another_target_do_not_count(tmp_path):
         asked = [lines for file in files if report.target.sha256 in (lines := file.read_text())]
         assert [f'"text":"{text}"' in lines for lines in asked] == [True, True]
         assert report.facts.num_tensors == 34 and not report_folder(target).exists()
-
-
-@pytest.mark.full
-def test_empty_and_cut_answers_are_counted_as_such(tmp_path):
-    """And a server that ends early is no fault of MTP, and loses nothing."""
-    folder = shutil.copytree(GLM, tmp_path / "made")
-    put_json(folder / "answers.json", said("1"))
-    put_json(folder / "drafted.json", said(""))
-    python = str(stub_vllm(tmp_path, start=0))
-    words = f"eval {folder} --only acceptance,lossless --source none --json --max-tokens 2"
-    found = json.loads(keepmtp(words, VLLM_PYTHON=python, status=0).stdout)
-    for one in found["lossless"]["checkpoint"]["asked"]:
-        seen = {name: len(names) for name, names in one["seen"].items()}
-        assert seen == dict.fromkeys({"empty", "cut"} if one["k"] else {"cut"}, 56)
-    verdicts = {one["gate"]: one["verdict"] for one in found["judgement"]["reasons"]}
-    assert verdicts["lossless"] == "pass"
-    put_json(folder / "drafted.json", said("") | {"/detokenize": "nothing"})
-    shutil.rmtree(report_folder(folder))
-    words = f"eval {folder} --only acceptance,lossless --source none"
-    done = keepmtp(words, VLLM_PYTHON=python, status=1)
-    assert "a reply without an answer" in done.stderr

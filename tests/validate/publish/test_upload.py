@@ -378,19 +378,6 @@ def test_a_repository_of_somebody_elses_is_only_added_to_on_request(publish_here
     assert f"vllm serve {REPO} " in there["README.md"].decode()
     assert there["notes.txt"] == b"mine too"
     assert repo.at(before)["README.md"].size == 4, "the history keeps what was replaced"
-    again = json.loads(publish_here("--update", "--json").out)
-    assert again["commit"] == told["commit"] and again["uploaded_bytes"] == 0, (
-        "nothing is sent twice"
-    )
-    assert set(again["kept_files"]) == {file["name"] for file in again["files"]}
-
-
-@pytest.mark.full
-def test_a_repository_that_is_public_already_asks(publish_here, hub):
-    hub.add(REPO, private=False)
-    publish_here(code=2, says="going public must be confirmed; got no terminal to ask on")
-    assert nothing_sent(hub)
-    assert json.loads(publish_here("--yes", "--json").out)["private"] is False
 
 
 # --- What does not arrive as it was sent ----------------------------------------------------------

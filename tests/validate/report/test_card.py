@@ -4,7 +4,6 @@ Whole cards are in tests/printed/.
 """
 
 import html
-import json
 import re
 import shutil
 import sys
@@ -596,20 +595,6 @@ def test_without_the_report_extra_nothing_is_begun(own, monkeypatch):
             match=r"needs keepmtp's `report` extra; got no markdown-it-py and no matplotlib",
         ):
             make(own)
-
-
-@pytest.mark.full
-def test_the_command(own):
-    """JSON on standard output, words elsewhere, and a refusal in one line."""
-    done = captured([KEEPMTP, "card", own, "--base-model", "org/Big", "--json"], status=0)
-    told = json.loads(done.stdout)
-    assert told["verdict"] == "infeasible" and told["card"].endswith("tiny.card")
-    assert "README.md" in told["files"]
-    assert "base_model: org/Big" in (card.card_folder(own) / "README.md").read_text()
-    shutil.rmtree(report_folder(own))
-    done = captured([KEEPMTP, "card", own])
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "must hold the checkpoint's report; got no report.json" in done.stderr
 
 
 # --- front matter ---------------------------------------------------------------------------------
