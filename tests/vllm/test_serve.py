@@ -11,12 +11,10 @@ from commands import KEEPMTP, captured
 from data_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.cures import in_words
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import AcceptanceStation
-from keepmtp.validate.report.report import verify
 from killed import small_recipe
 from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, measure
 from releases import made_of
@@ -46,9 +44,7 @@ def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
 
 
 def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
-    """One MLP is narrower than config.json says: vLLM's own words within the start, not a timeout,
-    and kept.
-    """
+    """One MLP is narrower than config.json says: vLLM's own words within the start, not a timeout."""
     bad = tmp_path / "bad"
     bad.mkdir()
     for path in QWEN.iterdir():
@@ -65,12 +61,7 @@ def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
         "error"
     ]
     assert in_words(Path(run["log"])) == ""
+    assert run["error"].split(":")[0] in Path(run["log"]).read_text()
     loads = next(reason for reason in found["judgement"]["reasons"] if reason["gate"] == "loads")
-    assert (
-        run["error"].rstrip(".") in loads["says"]
-        and run["error"].split(":")[0] in Path(run["log"]).read_text()
-    )
-    full = verify(report_folder(bad))
-    assert full.serve is not None and full.serve.checkpoint.runs[0].error == run["error"]
-    assert full.judgement is not None and full.judgement.verdict == "regression"
-    assert full.results.keys() == {"check.json", "serve.json"} and full.identity == identify(bad)
+    assert run["error"].rstrip(".") in loads["says"]
+    assert found["judgement"]["verdict"] == "regression"
