@@ -1,17 +1,14 @@
 """How far a long run is: a line that is written over, on a terminal or in a notebook; lines in a
-log; JSON lines for machines. All on standard error.
+log. All on standard error.
 
 In: the steps that a run reports. Out: nothing but what is shown, so that standard output can be
 piped.
 """
 
 import io
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -32,20 +29,22 @@ _LIVE_SECONDS = 0.1
 
 
 @contextmanager
-def run_progress(*, as_json: bool = False) -> Iterator[RunProgress]:
+def run_progress() -> Iterator[RunProgress]:
     """The progress of one run, for `api.quantize` too. Only the first process shows any."""
     if place_of_process().rank:
         yield SILENT
-    elif as_json:
-        yield RunProgress(calibration=_json_line)
-    else:
-        with _lines() as show:
-            yield RunProgress(
-                calibration=lambda step: show(step.step, step.done, step.total, in_words(step)),
-                packing=bytes_bar("packing"),
-                values=bytes_bar("reading values"),
-                download=downloaded,
-            )
+        return
+    with _lines() as show:
+
+        def stepped(step: CalibrationStep) -> None:
+            show(step.step, step.done, step.total, in_words(step))
+
+        yield RunProgress(
+            calibration=stepped,
+            packing=bytes_bar("packing"),
+            values=bytes_bar("reading values"),
+            download=downloaded,
+        )
 
 
 @contextmanager
@@ -81,27 +80,23 @@ def bytes_bar(label: str) -> Bar:
 
 
 @contextmanager
-def _lines(*, as_json: bool = False, first_after: float = 0.0) -> "Iterator[Callable[..., None]]":
+def _lines(first_after: float = 0.0) -> "Iterator[Callable[..., None]]":
     """The parts of a long run: one line that is written over, and stays at the end of each part; in
     a log a line now and then. Without words they are those of bytes.
     """
-    is_over = is_live() and not as_json
+    is_over = is_live()
     paced = Paced(first_after=first_after)
     if is_over:
         paced = Paced(every=_LIVE_SECONDS)
 
-    def show(part: str, done: int, total: int, words: str = "", step: Step | None = None) -> None:
+    def show(part: str, done: int, total: int, words: str = "") -> None:
         if not paced.is_due(done, total, part):
             return
         line = f"{part}  {words or paced.in_words(done, total)}"
-        if as_json:
-            _json_line(step)
-        elif not is_over:
-            tell(line)
-        elif done < total:
-            write_over(line)
+        if is_over:
+            write_over(line, stays=done >= total)
         else:
-            write_over(line, stays=True)
+            tell(line)
 
     try:
         yield show
@@ -154,7 +149,7 @@ class Paced:
         return f"{share}  {rate / 2**20:,.1f} MiB/s{_eta((total - done) / rate)}"
 
 
-def downloaded(source: "Source", *, is_shown: bool = True) -> "Source":
+def downloaded(source: "Source") -> "Source":
     """The same source with its files on this machine, as `download`, with a bar or lines."""
     from huggingface_hub.utils import tqdm
 
@@ -166,9 +161,8 @@ def downloaded(source: "Source", *, is_shown: bool = True) -> "Source":
         def __init__(self, *words: Any, **settings: Any) -> None:
             self.is_of_bytes = settings.pop("name", "") == "huggingface_hub.snapshot_download"
             # The client's own class is silent: see `_common` in main.py.
-            super(tqdm, self).__init__(
-                *words, **settings | {"disable": not is_shown, "file": io.StringIO()}
-            )
+            settings |= {"disable": False, "file": io.StringIO()}
+            super(tqdm, self).__init__(*words, **settings)
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Called by the Hub's client, now and then."""
@@ -180,14 +174,14 @@ def downloaded(source: "Source", *, is_shown: bool = True) -> "Source":
 
 
 @contextmanager
-def asking(*, as_json: bool) -> Iterator[Callable[[Step], None]]:
+def asking() -> Iterator[Callable[[Step], None]]:
     """The progress of what is measured with servers: a bar a checkpoint, or lines."""
 
     def asked(step: Step) -> None:
         words = step.doing or _of_step(step, step.unit)
-        show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)
+        show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words)
 
-    with _lines(as_json=as_json) as show:
+    with _lines() as show:
         yield asked
 
 
@@ -208,8 +202,3 @@ def _of_step(step: CalibrationStep | Step, unit: str) -> str:
     if step.tokens_per_second > 0:
         rate = f"  {step.tokens_per_second:,.0f} tok/s"
     return f"{unit} {step.done:,} of {step.total:,}{rate}{_eta(step.eta_seconds)}"
-
-
-def _json_line(step: Any) -> None:
-    sys.stderr.write(json.dumps(asdict(step)) + "\n")
-    sys.stderr.flush()

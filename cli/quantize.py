@@ -49,8 +49,7 @@ def quantize(
     decoder layer at a time, so that neither GPU nor memory has to hold the model. Then the MTP
     block is calibrated, and its acceptance is measured on held-out text. This needs the extra
     keepmtp[calibrate], and keepmtp[modelopt] where the recipe says backend: modelopt. Several GPUs
-    share the batches under torchrun. Progress goes to standard error, with --json
-    as one JSON line for each step.
+    share the batches under torchrun. Progress goes to standard error and to OUT.log.
 
     A recipe with `backbone: auto` and a budget is searched first: the words of its units are chosen
     by how much the answers and the drafts would suffer. The recipe that was found is written to the
@@ -90,9 +89,9 @@ def quantize(
         return
     out = out or Path("out") / made.recipe.name
     log = RunLog(out)
-    with run_progress(as_json=as_json) as progress:
+    with run_progress() as progress:
         if not rank:
-            progress = _logged(progress, made, log, as_json=as_json)
+            progress = _logged(progress, made, log)
         result = api.quantize(
             made, out, threads=threads, keep_calibration=keep_calibration, progress=progress
         )
@@ -123,9 +122,7 @@ def quantize(
     answer(value, parts, as_json=as_json)
 
 
-def _logged(
-    progress: "RunProgress", made: "Plan", log: "RunLog", *, as_json: bool
-) -> "RunProgress":
+def _logged(progress: "RunProgress", made: "Plan", log: "RunLog") -> "RunProgress":
     """The progress of a run that says what it reads and makes once nothing refuses it, and keeps
     its steps in a log.
     """
@@ -134,9 +131,8 @@ def _logged(
     def accepted() -> None:
         totals = f"{made.recipe.name}: {plan_tables.totals(made)}"
         log.begin(f"keepmtp {__version__}: {totals}")
-        if not as_json:
-            for line in filter(None, (plan_tables.commits_line(made), totals)):
-                tell(line)
+        for line in filter(None, (plan_tables.commits_line(made), totals)):
+            tell(line)
 
     def stepped(step: "CalibrationStep") -> None:
         log.step(step)

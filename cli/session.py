@@ -156,7 +156,7 @@ class Session:
     @contextmanager
     def watched(self) -> Iterator[Setup]:
         """How to serve, with the progress shown."""
-        with asking(as_json=self.options.as_json) as watch:
+        with asking() as watch:
             yield replace(self.setup, watch=watch)
 
     def model(self, role: Arm, source: Source) -> Model:
@@ -168,7 +168,7 @@ class Session:
         line = told(switched_on(source, setup.vllm.version), setup.vllm.version)
         if line:
             tell(f"{role}: {line}")
-        return _hashed(role, source, setup.out, is_shown=not self.options.as_json)
+        return _hashed(role, source, setup.out)
 
     def models(self, *but: str) -> tuple[Model, Model | None]:
         """The checkpoint, and what it was made from, which is not the same bytes. Results of other
@@ -283,10 +283,9 @@ def recorder(paths: list[str], draft: str = "") -> Callable[[Checked], Path]:
     return keep
 
 
-def _hashed(role: Arm, source: Source, cache: Path, *, is_shown: bool = True) -> Model:
+def _hashed(role: Arm, source: Source, cache: Path) -> Model:
     """A checkpoint, downloaded and hashed."""
-    local = downloaded(source, is_shown=is_shown)
+    local = downloaded(source)
     assert local.folder is not None, "download() gives a folder"
-    reading = bytes_bar("reading") if is_shown else None
-    identity = identify(local.folder, cache=cache, watch=reading)
+    identity = identify(local.folder, cache=cache, watch=bytes_bar("reading"))
     return Model(role=role, source=local, identity=identity)

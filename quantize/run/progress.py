@@ -24,7 +24,7 @@ _REPORTS = 200  # of a run: a log has a line for each
 
 @frozen
 class CalibrationStep:
-    """One step of a long run, for people and as a JSON line; `seconds` a step, on average."""
+    """One step of a long run; `seconds` a step, on average."""
 
     step: str
     done: int

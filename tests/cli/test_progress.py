@@ -1,9 +1,8 @@
 """What a person, a log and a machine see of a long run."""
 
 import io
-import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -66,7 +65,7 @@ def screen(monkeypatch) -> Callable[..., Screen]:
 
 def test_a_log_has_the_first_step_and_the_last_of_each_part(screen):
     log = screen()
-    with run_progress(as_json=False) as progress:
+    with run_progress() as progress:
         for done in (12, 13, 61):
             progress.calibration(replace(STEP, done=done))
         for done in (1, 2):
@@ -80,7 +79,7 @@ def test_a_log_has_the_first_step_and_the_last_of_each_part(screen):
 
 def test_a_terminal_has_one_bar_at_a_time_and_none_when_an_error_is_printed(screen):
     terminal = screen(is_terminal=True)
-    with pytest.raises(ZeroDivisionError), run_progress(as_json=False) as progress:
+    with pytest.raises(ZeroDivisionError), run_progress() as progress:
         progress.calibration(STEP)
         progress.calibration(replace(STEP, done=13))
         with progress.packing(100) as advance:
@@ -110,31 +109,18 @@ def test_a_line_is_written_over_until_its_part_has_ended(kind, screen):
     assert shares == ["1.0 GiB of 2.0 GiB (50 ", "2.0 GiB of 2.0 GiB (100"]
 
 
-def test_machines_get_json_lines(capsys):
-    with run_progress(as_json=True) as progress:
-        progress.calibration(STEP)
-        assert progress.packing is unwatched
-    with asking(as_json=True) as show:
-        show(ASKED)
-    out, said = capsys.readouterr()
-    assert out == "" and [json.loads(line) for line in said.splitlines()] == [
-        asdict(STEP),
-        asdict(ASKED),
-    ]
-
-
 def test_other_processes_are_silent(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert place_of_process().size == 1, "a stray variable is no torchrun"
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert (place_of_process().rank, place_of_process().size) == (3, 8)
-    with run_progress(as_json=False) as progress:
+    with run_progress() as progress:
         assert progress.calibration is None and progress.packing is unwatched
 
 
 def test_a_log_of_an_evaluation_has_few_lines(screen):
     log = screen()
-    with asking(as_json=False) as show:
+    with asking() as show:
         for doing in ("starting, 0 s [x]", "starting, 1 s", "", "", ""):
             show(replace(ASKED, doing=doing))
         show(replace(ASKED, done=1319, eta_seconds=0.0))
@@ -150,7 +136,7 @@ def test_a_log_of_an_evaluation_has_few_lines(screen):
 def test_an_evaluation_on_a_terminal(screen, monkeypatch):
     monkeypatch.setattr("keepmtp.cli.progress._LIVE_SECONDS", 0.0)
     terminal = screen(is_terminal=True)
-    with asking(as_json=False) as show:
+    with asking() as show:
         show(replace(ASKED, doing="starting [x]"))
         show(ASKED)
     assert "question 700 of 1,319" in terminal.text
