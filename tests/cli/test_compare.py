@@ -74,7 +74,7 @@ def test_json(parent):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("fp8_block other", "other: must be of the model of fp8_block, glm4_moe, "),
+        ("fp8_block other", "other: must be of the model of fp8_block, whose family is glm4_moe; "),
         ("fp8_block nowhere", "nowhere: a checkpoint is a folder with config.json"),
         ("fp8_block broken", "broken: config.json: quantization_config: must have the types"),
         ("config", "error: config: config.json: quantization_config: must have the types"),

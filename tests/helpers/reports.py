@@ -23,7 +23,7 @@ from keepmtp.validate.facts.dry_load import (
     Misfit,
     ModelAccount,
 )
-from keepmtp.validate.facts.findings import Finding
+from keepmtp.validate.facts.findings import CheckpointFacts, Finding
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.facts.served import Parting, Run, ServeCheck, Served
@@ -32,6 +32,9 @@ from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
 from pydantic import BaseModel
 from stations import bench_fact, closeness, lossless
+
+UNTRIED = CheckData(path="", facts=CheckpointFacts(), findings=())
+"""Good headers that nobody loaded."""
 
 MODEL = GLM
 AT = "2030-01-02 03:04:05 UTC"

@@ -168,11 +168,7 @@ def _results(facts: CardFacts) -> Iterator[Block]:
     found = tables.results(rows)
     if rows:
         yield found
-        yield (
-            "±: one standard error, of speed half of what repetitions spread; in brackets the 95 % "
-            "interval. Length: tokens a step of the target. Acceptance depends on what is asked: "
-            "compare within a row."
-        )
+        yield f"{tables.LEGEND} Acceptance depends on what is asked: compare within a row."
     for what, chart in facts.plots.items():
         yield picture(chart.alt, f"{what}.png")
     notes = [note for part in report.parts for note in part.notes()]
@@ -203,12 +199,14 @@ def _about(facts: CardFacts) -> Table:
         ("Base model", Md(based_on)),
         ("Source", f"{code(record.source.name)}, revision {code(record.source.revision)}"),
     ]
-    if target := report.target:
+    target = report.target
+    if target:
         says = f"{code(target.path)}, revision {code(target.revision)}"
         rows.append(("Target", f"{says}; SHA-256 over its files {code(target.sha256)}"))
-    runs_on = [
-        f"{code(name)} on {SCHEMES[name].hardware}" for name in facts.schemes() if name in SCHEMES
-    ]
+    runs_on = []
+    for name in facts.schemes():
+        if name in SCHEMES:
+            runs_on.append(f"{code(name)} on {SCHEMES[name].hardware}")
     rows += [
         ("Format", f"{code(report.facts.dialect)}: {_stored(facts, 'backbone')}"),
         ("Runs on", "; ".join(runs_on) or "wherever vLLM serves BF16"),
@@ -220,7 +218,9 @@ def _about(facts: CardFacts) -> Table:
         rows.append(("KV cache", f"{code(cache)} {how}overrules it"))
     after = size_in_words(record.bytes.after)
     devices = codes(dict.fromkeys(_devices(report)))
-    where = f", on {devices}" if devices else ""
+    where = ""
+    if devices:
+        where = f", on {devices}"
     rows += [
         ("Size", f"{size_in_words(record.bytes.before)} before, {after} now"),
         ("Calibration", _calibrated(report)),
@@ -241,11 +241,10 @@ def _stored(facts: CardFacts, part: str) -> str:
     """Each scheme with the groups that it is of."""
     said = []
     for scheme in facts.schemes(part):
-        groups = [
-            group.modules
-            for group in facts.groups
-            if group.part == part and scheme in group.schemes
-        ]
+        groups = []
+        for group in facts.groups:
+            if group.part == part and scheme in group.schemes:
+                groups.append(group.modules)
         said.append(f"{code(scheme)}: {', '.join(groups)}")
     return "; ".join(said) or "unquantized"
 
@@ -257,9 +256,12 @@ def _calibrated(report: FullReport) -> str:
         return report.absent.get("calibration", "Not known.")
     texts = []
     for one in (fact.data, *fact.data.also):
-        share = f"{percent(one.share)} of " if one in fact.data.also else ""
-        subset = f", {one.subset}" if one.subset else ""
-        texts.append(f"{share}{code(one.dataset)}{subset}, {one.dataset_revision}")
+        words = f"{code(one.dataset)}, {one.dataset_revision}"
+        if one.subset:
+            words = f"{code(one.dataset)}, {one.subset}, {one.dataset_revision}"
+        if one in fact.data.also:
+            words = f"{percent(one.share)} of {words}"
+        texts.append(words)
     return (
         f"{fact.algorithm} on {fact.data.tokens:,} tokens in sequences of "
         f"{fact.sequence_length:,}: {'; '.join(texts)}"
@@ -267,8 +269,11 @@ def _calibrated(report: FullReport) -> str:
 
 
 def _devices(report: FullReport) -> list[str]:
-    devices = [part.environment.get("device", "") for part in report.parts]
-    return [device for device in devices if device]
+    devices = []
+    for part in report.parts:
+        if part.environment.get("device"):
+            devices.append(part.environment["device"])
+    return devices
 
 
 def _serve(facts: CardFacts) -> Iterator[Block]:
@@ -315,9 +320,6 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
         f"This {what} was judged on the questions and texts named above, and on nothing else. What "
         "the base model is made for, its limits, risks and license hold here too."
     )
-    for reason in report.judgement.reasons:
-        if reason.verdict == "infeasible":
-            yield f"The gate of {reason.gate} has no verdict: not measured, or in too few samples."
     served = [says for part in report.parts for says in tables.how_served(part)]
     yield from dict.fromkeys(served)
     for device in _devices(report):
@@ -348,8 +350,6 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
         yield f"{code(group)} is not of {source}, but of {name}, with a license of its own."
     if not (report.target or report.of(BenchFact)):
         yield NO_SPEED
-    if not versions_in_short(report.dry):
-        yield f"This checkpoint was tried with no other vLLM than {report.vllm}."
 
 
 def _made_with(facts: CardFacts) -> Iterator[Block]:
@@ -361,11 +361,9 @@ def _made_with(facts: CardFacts) -> Iterator[Block]:
     made = ", ".join([f"keepmtp {record.keepmtp}", *versions])
     yield f"{made}; report by keepmtp {report.keepmtp}, {report.made_at}."
     yield Code(text=facts.recipe, language="yaml")
-    extra = "calibrate" if report.calibration else "quantize"
     yield (
         "`keepmtp.json` holds the recipe as it was run: `--scheme`, `--mtp` and `mtp: auto` may "
-        f"have decided otherwise than this file. Again, with keepmtp {record.keepmtp} and its "
-        f"extra `{extra}`:"
+        f"have decided otherwise than this file. Again, with keepmtp {record.keepmtp}:"
     )
     yield Code(text=_command(facts))
     of_bytes = ""
@@ -376,11 +374,6 @@ def _made_with(facts: CardFacts) -> Iterator[Block]:
         f"Every number above is from `report.json` in this repository{of_bytes}; `report.html` is "
         "this page for a browser."
     )
-    name = facts.base_model.name if facts.base_model.is_proven else record.source.name
-    what = f"quantization of {name} with its MTP block"
-    if report.target:
-        what = f"MTP block of {name} as a draft of its own"
-    yield f"To cite: keepmtp {record.keepmtp}, {what} ({record.recipe.name})."
 
 
 def shell(words: Iterable[str]) -> str:

@@ -14,17 +14,17 @@ from pathlib import Path
 
 from ...checkpoints.dialects.runtime_view import RuntimeView, described
 from ...checkpoints.fact import Count, Fact
-from ...checkpoints.record import RECORD
 from ...checkpoints.safetensors_file import total_bytes
-from ...checkpoints.source import open_source, small_object
-from ...recipes.errors import CheckpointError, counted, shortened, size_in_words
+from ...checkpoints.source import open_source
+from ...checkpoints.source_of import refuse_another_model
+from ...recipes.errors import CheckpointError, shortened, size_in_words
 from ...recipes.family import QUANTIZABLE_ROLES, TABLE_ROLES
 from ...recipes.family_view import Place
 from ...recipes.forms import NOT_COMPUTED
 from ...recipes.frozen import Say, silent
 from ...recipes.runtimes.vllm import KNOWN
 from ..check.check import examine
-from ..check.rules_kv import is_fp8_cache, is_kv_scale, kv_entry
+from ..check.rules_kv import is_fp8_cache, kv_entry
 from ..facts.findings import CheckpointFacts, errors_of
 from ..facts.numbers import percent
 from ..facts.schema import FullReport
@@ -43,8 +43,7 @@ class ComparedCheckpoint(Fact):
     """One checkpoint.
 
     Attributes:
-        producer: what wrote it, as its files say; "" where they do not.
-        kv_cache: its form, and how many scales there are.
+        kv_cache: its form.
         stored: group -> scheme, form or dtype -> bytes. Scales are counted with their weights, and
             `rest` is all that has no group.
         verdicts: a vLLM -> the first error of the static check, "" for none.
@@ -53,7 +52,6 @@ class ComparedCheckpoint(Fact):
 
     path: str
     facts: CheckpointFacts
-    producer: str
     kv_cache: str
     stored: Mapping[str, Mapping[str, Count]]
     verdicts: Mapping[str, str]
@@ -83,7 +81,9 @@ def compare(places: Iterable[str | Path], *, progress: Say = silent) -> Comparis
         with _telling(str(place)):
             runtime = RuntimeView.of(open_source(place))
             first = first or runtime
-            _refuse_other_model(first, runtime)
+            rule = "must be of the model of {}"
+            cure = "Compare checkpoints of one model"
+            refuse_another_model(first.source, runtime.source, rule=rule, cure=cure)
             found.append(_compared(runtime, progress))
     return Comparison(checkpoints=tuple(found))
 
@@ -97,21 +97,6 @@ def _telling(place: str) -> Iterator[None]:
         if str(error.where) == place or str(error.where).startswith((f"{place}/", f"{place}:")):
             raise
         raise error.at(place) from error
-
-
-def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
-    """Refuse another family, depth or width."""
-    views = (first.view, other.view)
-    mine, got = [f"{view.family.model_type}, {counted(view.num_layers, 'layer')}" for view in views]
-    for module in first.weights.keys() & other.weights.keys():
-        weights = (first.weights[module], other.weights[module])
-        # A vocabulary may have more rows; the width of what is not computed with is a guess.
-        if mine == got and not any(weight.form in NOT_COMPUTED for weight in weights):
-            mine, got = [f"rows of {[*weight.shape[1:]]} in {module}" for weight in weights]
-    if mine != got:
-        rule = f"must be of the model of {first.source.where}, {mine}"
-        cure = "Compare checkpoints of one model"
-        raise CheckpointError(other.source.where, rule, got=got, cure=cure)
 
 
 def _compared(runtime: RuntimeView, progress: Say) -> ComparedCheckpoint:
@@ -128,7 +113,6 @@ def _compared(runtime: RuntimeView, progress: Say) -> ComparedCheckpoint:
     return ComparedCheckpoint(
         path=opened.where,
         facts=facts,
-        producer=_producer(runtime),
         kv_cache=_kv_cache(runtime),
         stored=_stored(runtime),
         verdicts=verdicts,
@@ -137,25 +121,13 @@ def _compared(runtime: RuntimeView, progress: Say) -> ComparedCheckpoint:
     )
 
 
-def _producer(runtime: RuntimeView) -> str:
-    """What wrote it: keepmtp's record, modelopt's own word, or the quantization config says it."""
-    raw = runtime.given.raw
-    said = small_object(runtime.source, RECORD) or raw.get("producer")
-    if not isinstance(said, Mapping):
-        said = raw
-    word = said.get("name", runtime.dialect.name)
-    if "keepmtp" in said:
-        word = "keepmtp"
-    return shortened(f"{word} {said.get(word, said.get('version', ''))}".rstrip(), 40)
-
-
 def _kv_cache(runtime: RuntimeView) -> str:
     _, form = kv_entry(runtime)
     if is_fp8_cache(runtime):
         form = "FP8"
-    scales = [*filter(is_kv_scale, runtime.source.entries)]
-    said = shortened(f"{form or 'not quantized'}", 40)
-    return f"{said}, {len(scales):,} scales" if scales else said
+    if not form:
+        form = "not quantized"
+    return shortened(str(form), 40)
 
 
 def _stored(runtime: RuntimeView) -> dict[str, Counter[str]]:
@@ -177,7 +149,9 @@ def group_of(place: Place | None) -> str:
         return _REST
     if place.part == "mtp":
         return _MTP
-    return place.role if place.role in GROUPS else _REST
+    if place.role in GROUPS:
+        return place.role
+    return _REST
 
 
 # --- how it is shown ------------------------------------------------------------------------------
@@ -191,39 +165,44 @@ def numbered(found: Comparison) -> dict[str, ComparedCheckpoint]:
 def sections(columns: Mapping[str, ComparedCheckpoint]) -> Iterator[tuple[str, Table]]:
     """Tables with their titles; the numbers of the checkpoints are the heads of their columns."""
     for heading, cells_of in _SECTIONS.items():
-        cells = [cells_of(one) for one in columns.values()]
-        keys = dict.fromkeys([key for each in cells for key in each])
-        if keys:
-            rows = [(key, *[each.get(key, "-") for each in cells]) for key in keys]
-            yield heading, Table(columns=("", *columns), rows=rows)
+        rows = dict[str, list[str]]()
+        for number, one in enumerate(columns.values()):
+            for name, words in cells_of(one).items():
+                rows.setdefault(name, ["-"] * len(columns))[number] = words
+        if rows:
+            lines = [(name, *cells) for name, cells in rows.items()]
+            yield heading, Table(columns=("", *columns), rows=lines)
 
 
 def _facts(one: ComparedCheckpoint) -> dict[str, str]:
+    num_bytes = 0
+    for group in one.stored.values():
+        num_bytes += sum(group.values())
     facts = {
         "path": one.path,
-        "size": size_in_words(sum([sum(group.values()) for group in one.stored.values()])),
+        "size": size_in_words(num_bytes),
         "dialect": one.facts.dialect,
-        "written by": one.producer,
         "MTP layers": f"{one.facts.num_mtp_layers}",
         "KV cache": one.kv_cache,
     }
-    return facts | {server: "no" if error else "loads" for server, error in one.verdicts.items()}
+    for server, error in one.verdicts.items():
+        facts[server] = "loads"
+        if error:
+            facts[server] = "no"
+    return facts
 
 
 def _sizes(one: ComparedCheckpoint) -> dict[str, str]:
     found = {}
-    for group in filter(one.stored.get, GROUPS):
-        forms = one.stored[group]
+    for group in GROUPS:
+        forms = Counter(one.stored.get(group, {}))
         words = []
-        for word, size in sorted(forms.items(), key=lambda form: -form[1]):
-            if size >= _LEAST * sum(forms.values()):
+        for word, size in forms.most_common():
+            if size >= _LEAST * forms.total():
                 words.append(f"{size_in_words(size)} {word}")
-        found[_named(group)] = ", ".join(words)
+        if words:
+            found[group.replace("_", " ")] = ", ".join(words)
     return found
-
-
-def _named(group: str) -> str:
-    return group.replace("_", " ")
 
 
 def _measured(one: ComparedCheckpoint) -> dict[str, str]:
@@ -255,10 +234,7 @@ def notes(found: Comparison) -> Iterator[str]:
         if one.unreported:
             yield f"{number} has no figures of servers: {one.unreported}."
     if any(one.report for one in found.checkpoints):
-        yield (
-            "Measured: ± is one standard error, of speed half of what repetitions spread; in "
-            "brackets is the 95 % interval."
-        )
+        yield tables.LEGEND
     yield (
         f"Forms with less than {percent(_LEAST, 0)} of a group's bytes are left out. A checkpoint "
         "loads where the static check finds no error by the rules of that version."

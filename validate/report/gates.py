@@ -42,22 +42,22 @@ from ..facts.settle import (
 
 def judge(
     *,
+    check: CheckData,
     gates: Gates = Gates(),  # noqa: B008 - it is frozen
-    check: CheckData | None = None,
     listed_tasks: Collection[str] = (),
     **measured: Any,
 ) -> JudgementFact:
     """Judge a checkpoint by what was measured; None is what was not.
 
     Args:
-        gates: the recipe's limits.
         check: of these bytes, with the dry loads that were made.
+        gates: the recipe's limits.
         listed_tasks: of the recipe.
         measured: by the part of report.json what each station gave, which has its own gates.
     """
     parts = in_order(measured)
     reasons = [_findings(check, parts), _loads(check, parts), _acceptance(gates, parts)]
-    is_draft = check is not None and check.target is not None
+    is_draft = check.target is not None
     is_compared = any(part.is_compared for part in parts)
     judging = Judging(gates=gates, listed=listed_tasks, is_compared=is_compared)
     for station in MEASURED:
@@ -112,10 +112,9 @@ def decided_in(
 # --- findings and loads ---------------------------------------------------------------------------
 
 
-def _findings(check: CheckData | None, parts: Sequence[StationFact]) -> ReasonFact:
+def _findings(check: CheckData, parts: Sequence[StationFact]) -> ReasonFact:
     """No error in config.json, headers and values, and no output that drafting changes."""
-    found = check.findings if check else ()
-    all_errors = errors_of(found)
+    all_errors = errors_of(check.findings)
     # Of dry loads the next gate has the word.
     errors = [error for error in all_errors if error.origin != "dry"]
     if errors:
@@ -126,20 +125,17 @@ def _findings(check: CheckData | None, parts: Sequence[StationFact]) -> ReasonFa
     for part in parts:
         for fault in part.faults():
             return reason("findings", "regression", fault)
-    if check is None:
-        return unmeasured("findings", "Not checked: `keepmtp check CHECKPOINT --record` does.")
     says = "No error in config.json and the headers"
-    warnings = len(found) - len(all_errors)
+    warnings = len(check.findings) - len(all_errors)
     if warnings:
         says += f"; {counted(warnings, 'warning')}"
     return reason("findings", "pass", f"{says}.")
 
 
-def _loads(check: CheckData | None, parts: Sequence[StationFact]) -> ReasonFact:
+def _loads(check: CheckData, parts: Sequence[StationFact]) -> ReasonFact:
     """vLLM takes every tensor, on pretended GPUs or in a server of the checkpoint's own bytes."""
-    tried = check.dry if check else ()
     # An older vLLM that cannot load it is no fault of the checkpoint: the card says which can.
-    loads = newest(tried)
+    loads = newest(check.dry)
     # vLLM's own defect, which a cure mends where it is served, is no fault of the checkpoint.
     failed = [load for load in loads if not (load.ok or load.cures)]
     if failed:
@@ -155,7 +151,7 @@ def _loads(check: CheckData | None, parts: Sequence[StationFact]) -> ReasonFact:
     if loads:
         where = f"{places(loads, is_named=True)}{with_cures(loads)}"
         ways.append(f"vLLM's own classes take every tensor on {where}.")
-        versions = versions_in_short(tried)
+        versions = versions_in_short(check.dry)
         if versions:
             ways.append(f"vLLM {versions}.")
     if "native" in served:

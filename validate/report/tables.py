@@ -16,6 +16,11 @@ from ..facts.schema import FullReport
 from ..facts.served import StationFact
 from .markdown import Table
 
+LEGEND = (
+    "±: one standard error, of speed half of what repetitions spread; in brackets the 95 % "
+    "interval. Length: tokens a step of the target."
+)
+
 # --- calibration ----------------------------------------------------------------------------------
 
 

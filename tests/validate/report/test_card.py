@@ -263,11 +263,6 @@ def test_the_verdict_stands_on_top(kind, changed, says, made):
         ),
         ("whole", {}, "No GPU was used (CPU: Xeon, 2 cores)"),
         ("whole", {}, "Speed was not measured in a way that promises one: that needs a GPU"),
-        (
-            "whole",
-            {"answers": {"both": 50, "only_source": 2, "only_checkpoint": 1, "neither": 7}},
-            "The gate of gsm8k has no verdict: not measured, or in too few samples.",
-        ),
         ("calibrated", {"unmeasured": "no class."}, "No acceptance by calibration: no class."),
     ],
 )

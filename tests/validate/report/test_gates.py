@@ -104,11 +104,11 @@ GOOD = judged(serve=NATIVE, evaluation=evaluation())
 
 def test_nothing_measured_says_what_to_run():
     limits = Gates(max_worst_drop=0.1, max_flips=0.1, min_speedup=1.0)
-    found = judged(check=None, gates=limits, listed_tasks=("gsm8k",))
+    found = judged(check=checked(dry=()), gates=limits, listed_tasks=("gsm8k",))
+    assert found.pop("findings").title == "pass"
     assert {reason.title for reason in found.values()} == {"not measured"}
     asks = "gsm8k: not asked, or the source gets nothing right. `keepmtp eval CHECKPOINT --source"
     for gate, says in (
-        ("findings", "Not checked: `keepmtp check CHECKPOINT --record` does."),
         ("loads", "Not tried. `keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM load it"),
         ("acceptance", "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT`"),
         ("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does."),
@@ -534,8 +534,7 @@ def test_closeness_of_one_window_and_of_a_copy(tmp_path):
     ],
 )
 def test_a_server_of_its_own_bytes_is_a_load(measured, title, says):
-    found = judged(check=None, **measured)
-    assert found["findings"].title == "not measured"
+    found = judged(check=checked(dry=()), **measured)
     assert found["loads"].title == title
     assert found["loads"].says.startswith(says)
 
