@@ -23,7 +23,7 @@ from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.results import read_result
 from keepmtp.validate.measure.harness import has_template
-from keepmtp.validate.measure.store import AnswersHeader, read_lines
+from keepmtp.validate.measure.store import Answer, read_lines
 from keepmtp.validate.measure.texts import held_out, read_prompts
 from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.card_metadata import read_front_matter
@@ -36,7 +36,7 @@ READERS = {
     "check.json": lambda path: read_result(path.parent, "check"),
     "report.json": read_json,
     "recipe.yaml": lambda path: recipe_text(path.parent),
-    "answers.jsonl": lambda path: read_lines(path, AnswersHeader),
+    "answers.jsonl": lambda path: read_lines(path, Answer),
     "serve.jsonl": read_prompts,
     "serve.txt": read_prompts,
     "held_out.jsonl": lambda path: held_out(path, None),

@@ -14,7 +14,7 @@ from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.served import ResultFact, counters
-from keepmtp.validate.measure.store import Answer, AnswersHeader, Samples, Sitting, finish
+from keepmtp.validate.measure.store import Answer, Header, Samples, Sitting, finish
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
 
@@ -107,9 +107,9 @@ def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
     return evaluation(answers, **sums)
 
 
-def header(**changed: Any) -> AnswersHeader:
+def header(**changed: Any) -> Header:
     """Of three questions to the source, unless something else is said."""
-    return AnswersHeader(
+    return Header(
         **{
             "role": "source",
             "protocol": Evaluation(),

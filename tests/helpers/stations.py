@@ -13,10 +13,11 @@ from keepmtp.validate.facts.closeness import ClosenessFact, PredictedFact
 from keepmtp.validate.facts.lossless import AskedFact, AskedModel, LosslessFact
 from keepmtp.validate.facts.rows import Arm
 from keepmtp.validate.facts.served import AsServed
-from keepmtp.validate.measure import figures
-from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, ComparedWindow, Sitting
+from keepmtp.validate.measure.closeness import compared
+from keepmtp.validate.measure.store import ComparedFile, ComparedWindow, Header, Sitting
 
 FACTS = table("helpers/facts")
+_ASKED = ("text_sha256", "window", "top", "vocabulary")
 
 
 def closeness(
@@ -29,7 +30,7 @@ def closeness(
     """A fact and its file of windows, which are around 0.01 nats a token, each with one to three
     flips.
     """
-    header = ComparedHeader(**FACTS["windows"], checkpoint_sha256=checkpoint, num=num_windows)
+    header = Header(**FACTS["windows"], checkpoint_sha256=checkpoint, num=num_windows)
     path = folder / "closeness.checkpoint.jsonl"
     path.unlink(missing_ok=True)
     found = ComparedFile(path, header)
@@ -47,7 +48,7 @@ def closeness(
         )
     found.add(Sitting(sitting=1, as_served=as_served, reason=""))
     one = {"as_served": as_served, "reason": ""}
-    before = {"sha256": header.source_sha256, "perplexity": math.exp(2.0)}
+    before = {"sha256": FACTS["windows"]["source_sha256"], "perplexity": math.exp(2.0)}
     after = {"sha256": checkpoint, "perplexity": math.exp(2.1)}
     return ClosenessFact(
         **FACTS["closeness"],
@@ -55,7 +56,8 @@ def closeness(
         checkpoint=PredictedFact(role="checkpoint", path="/data/checkpoint", **one, **after),
         samples=path.name,
         samples_sha256=file_sha256(path),
-        **figures.closeness(found),
+        **{name: FACTS["windows"][name] for name in _ASKED},
+        **compared(found.in_order()),
     )
 
 

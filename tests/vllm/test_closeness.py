@@ -23,7 +23,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.measure.closeness import Predictions, compare, kept, windows_of
 from keepmtp.validate.measure.store import (
     PredictedFile,
-    PredictedHeader,
+    PredictedWindow,
     read_lines,
 )
 from keepmtp.validate.report.report import verify
@@ -91,7 +91,7 @@ def found(made, text) -> dict:
 @pytest.fixture(scope="module")
 def store(made, found) -> PredictedFile:
     (path,) = made.with_name("qwen.report").glob("closeness.source.*.jsonl")
-    return read_lines(path, PredictedHeader)
+    return read_lines(path, PredictedWindow)
 
 
 def logprobs(model: torch.nn.Module, store: PredictedFile) -> list[Predictions]:

@@ -37,7 +37,7 @@ from .harness import (
     room_for,
 )
 from .server import PLUGIN, Server, ServerFailed, last_error
-from .store import BenchFile, BenchHeader, MatrixPlace, Measured, open_lines
+from .store import Measured
 from .texts import Prompts, texts
 
 # Of each answer before a load is measured: kernels are compiled and graphs captured for its number
@@ -69,12 +69,6 @@ class BenchPlan:
     repeat: int
     seed: int
 
-    def places(self, k: int) -> list[MatrixPlace]:
-        """Every repetition with one k, in the order of the run."""
-        # All loads once before any again: a machine that becomes slower shows in each one's spread.
-        turns = product(range(self.repeat), self.concurrency)
-        return [MatrixPlace(k, concurrency, number) for number, concurrency in turns]
-
     def num_requests(self, concurrency: int) -> int:
         """Of one repetition: four for each that is in flight, and sixteen at least, where the user
         names none.
@@ -84,29 +78,6 @@ class BenchPlan:
     def sent(self, concurrency: int, form: RequestForm) -> list[str]:
         """What a load is asked."""
         return texts(self.prompts, self.num_requests(concurrency), seed=self.seed, form=form)
-
-
-def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
-    """The file of one checkpoint's repetitions, with what is in it already: messages where the
-    checkpoint or the user's words have a chat template, else texts.
-    """
-    form: RequestForm = "chat" if has_template(model.source, setup.extra) else "completions"
-    header = BenchHeader(
-        form=form,
-        prompts_sha256=plan.prompts.sha256,
-        requests=plan.requests,
-        output_tokens=plan.output_tokens,
-        seed=plan.seed,
-        max_num_seqs=max(plan.concurrency),
-        max_model_len=room_for(
-            plan.sent(max(plan.concurrency), form),
-            model.source,
-            is_chat=form == "chat",
-            max_tokens=plan.output_tokens,
-        ),
-        **setup.asked_of(model),
-    )
-    return open_lines(setup.out, f"bench.{model.role}", header)
 
 
 @frozen
@@ -119,13 +90,11 @@ class Bench:
     plan: BenchPlan
 
     def works(self, model: Model) -> list[Work]:
-        """What is missing of a checkpoint's matrix."""
-        file = self._file(model)
-        asked = sorted({place.k for place in file.missing})
-        return [_work(model, self, file, k) for k in asked]
+        """What a checkpoint's matrix is asked, a server for each k."""
+        return [self._work(model, k) for k in sorted({drafted_by(model, k) for k in self.plan.ks})]
 
     def fact(self, failures: Failures) -> BenchFact:
-        """Both matrices, once they are whole but for what failed."""
+        """Both matrices, once they are whole."""
         plan = self.plan
         return BenchFact(
             checkpoint=self._benched(self.checkpoint),
@@ -140,110 +109,126 @@ class Bench:
 
     def _benched(self, model: Model) -> Benched:
         """One checkpoint's whole matrix."""
-        file = self._file(model)
         cells = []
-        for concurrency, k in product(self.plan.concurrency, self._ks(model)):
+        works = self.works(model)
+        for concurrency, work in product(self.plan.concurrency, works):
             lines = []
-            for line in file.in_order():
-                if (line.k, line.concurrency) == (k, concurrency):
+            for line in work.file.in_order():
+                if line.concurrency == concurrency:
                     lines.append(line.repetition)
-            cells.append(BenchCell(k=k, concurrency=concurrency, repetitions=tuple(lines)))
+            cells.append(BenchCell(k=work.k, concurrency=concurrency, repetitions=tuple(lines)))
         return Benched(
             role=model.role,
             path=model.source.where,
             sha256=model.identity.sha256,
-            form=file.header.form,
+            form=self.form_of(model),
             cells=tuple(cells),
-            **file.served,
+            **works[-1].file.served,
         )
 
-    def _ks(self, model: Model) -> list[int]:
-        return sorted({drafted_by(model, k) for k in self.plan.ks})
+    def form_of(self, model: Model) -> RequestForm:
+        """Messages where the checkpoint or the user's words have a chat template, else texts."""
+        return "chat" if has_template(model.source, self.setup.extra) else "completions"
 
-    def _file(self, model: Model) -> BenchFile:
-        file = open_matrix(model, self.plan, self.setup)
+    def _work(self, model: Model, k: int) -> Work:
+        """One server's part of the matrix."""
+        plan = self.plan
+        form = self.form_of(model)
+        name = f"bench.{model.role}.k{k}"
+        most = max(plan.concurrency)
+        room = room_for(
+            plan.sent(most, form),
+            model.source,
+            is_chat=form == "chat",
+            max_tokens=plan.output_tokens,
+        )
+        file = self.setup.answers(
+            name,
+            Measured,
+            model,
+            k=k,
+            form=form,
+            prompts_sha256=plan.prompts.sha256,
+            requests=plan.requests,
+            output_tokens=plan.output_tokens,
+            seed=plan.seed,
+            max_num_seqs=most,
+            max_model_len=room,
+        )
+        # All loads once before any again: a machine that becomes slower shows in each one's spread.
         file.wanted = []
-        for k in self._ks(model):
-            file.wanted += self.plan.places(k)
-        return file
+        for number, concurrency in product(range(plan.repeat), plan.concurrency):
+            file.wanted.append((concurrency, number))
 
+        @contextmanager
+        def asking(server: Server) -> Iterator[Ask]:
+            log = self.setup.log(f"{name}.client")
+            warm = set[int]()
 
-def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
-    """One server's part of the matrix."""
-    setup = station.setup
-    plan = station.plan
-    header = file.header
-    name = f"bench.{header.role}.k{k}"
-
-    @contextmanager
-    def asking(server: Server) -> Iterator[Ask]:
-        log = setup.log(f"{name}.client")
-        warm = set[int]()
-
-        def measured(place: MatrixPlace, sent: Sequence[str], most: int) -> Measured:
-            before = server.drafts()
-            found = answered(
-                {
-                    "texts": sent,
-                    "is_chat": header.form == "chat",
-                    "output_tokens": most,
-                    "concurrency": place.concurrency,
-                    "address": str(server.client.base_url),
-                    "model": server.name,
-                }
-            )
-            drafted = counters(server.drafts(before))  # a server that died says so here
-            if found is None:
-                raise ServerFailed(last_error(log, None), log)
-            failed = len(sent) - found["completed"]
-            if failed:
-                # vLLM's benchmark counts a failed request and goes on, and its figures are then
-                # those of a smaller load.
-                said = next(filter(None, found["errors"]), "no reason given")
-                words = said.strip().splitlines()[-1][:_MAX_WORDS]
-                raise ServerFailed(f"{failed} of {len(sent)} requests failed: {words}", log)
-            try:
-                repetition = Repetition(
-                    number=place.number,
-                    seconds=found["duration"],
-                    requests=found["completed"],
-                    input_tokens=found["total_input_tokens"],
-                    output_tokens=found["total_output_tokens"],
-                    first_token_ms=found["median_ttft_ms"],
-                    per_token_ms=found["median_tpot_ms"],
-                    **drafted,
+            def measured(place: tuple[int, int], sent: Sequence[str], most: int) -> Measured:
+                load, number = place
+                before = server.drafts()
+                found = answered(
+                    {
+                        "texts": sent,
+                        "is_chat": form == "chat",
+                        "output_tokens": most,
+                        "concurrency": load,
+                        "address": str(server.client.base_url),
+                        "model": server.name,
+                    }
                 )
-            except ValidationError as error:
-                words = f"figures that nobody could have measured ({first_fault(error)})"
-                raise ServerFailed(words, log) from error
-            return Measured(k=k, concurrency=place.concurrency, repetition=repetition)
+                drafted = counters(server.drafts(before))  # a server that died says so here
+                if found is None:
+                    raise ServerFailed(last_error(log, None), log)
+                failed = len(sent) - found["completed"]
+                if failed:
+                    # vLLM's benchmark counts a failed request and goes on, and its figures are then
+                    # those of a smaller load.
+                    said = next(filter(None, found["errors"]), "no reason given")
+                    words = said.strip().splitlines()[-1][:_MAX_WORDS]
+                    raise ServerFailed(f"{failed} of {len(sent)} requests failed: {words}", log)
+                try:
+                    repetition = Repetition(
+                        number=number,
+                        seconds=found["duration"],
+                        requests=found["completed"],
+                        input_tokens=found["total_input_tokens"],
+                        output_tokens=found["total_output_tokens"],
+                        first_token_ms=found["median_ttft_ms"],
+                        per_token_ms=found["median_tpot_ms"],
+                        **drafted,
+                    )
+                except ValidationError as error:
+                    words = f"figures that nobody could have measured ({first_fault(error)})"
+                    raise ServerFailed(words, log) from error
+                return Measured(concurrency=load, repetition=repetition)
 
-        def ask(place: MatrixPlace) -> Measured:
-            """A warm-up, once a load, whose answers are short and which no file holds; then the
-            repetition.
-            """
-            load = place.concurrency
-            sent = plan.sent(load, header.form)
-            if load not in warm:
-                warm.add(load)
-                measured(place, sent[:load], min(WARM_UP_TOKENS, plan.output_tokens))
-            return measured(place, sent, plan.output_tokens)
+            def ask(place: tuple[int, int]) -> Measured:
+                """A warm-up, once a load, whose answers are short and which no file holds; then the
+                repetition.
+                """
+                load = place[0]
+                sent = plan.sent(load, form)
+                if load not in warm:
+                    warm.add(load)
+                    measured(place, sent[:load], min(WARM_UP_TOKENS, plan.output_tokens))
+                return measured(place, sent, plan.output_tokens)
 
-        with _client(setup, server, log) as answered:
-            yield ask
+            with _client(self.setup, server, log) as answered:
+                yield ask
 
-    return Work(
-        name=name,
-        model=model,
-        file=file,
-        is_asked=lambda place: place.k == k,
-        asking=asking,
-        k=k,
-        max_model_len=header.max_model_len,
-        max_num_seqs=header.max_num_seqs,
-        unit="repetition",
-        task=f"k={k}",
-    )
+        return Work(
+            name=name,
+            model=model,
+            file=file,
+            asking=asking,
+            k=k,
+            max_model_len=room,
+            max_num_seqs=most,
+            unit="repetition",
+            task=f"k={k}",
+        )
 
 
 @contextmanager

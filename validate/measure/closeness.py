@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -26,18 +27,14 @@ from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.frozen import Json, frozen
 from ..facts.closeness import ClosenessFact, PredictedFact
-from . import figures
 from .harness import Ask, Failures, Model, Setup, Work
 from .replies import PredictionsReply, TokensReply
 from .server import Server, ServerFailed
 from .store import (
     ComparedFile,
-    ComparedHeader,
     ComparedWindow,
     PredictedFile,
-    PredictedHeader,
     PredictedWindow,
-    open_lines,
     sum_of,
 )
 from .texts import HeldOut, Text
@@ -75,28 +72,24 @@ class Closeness:
     concurrency: int = 4
 
     def works(self, model: Model) -> list[Work]:
-        """The windows that a model still has to predict. How many the checkpoint is asked is known
-        once the source was.
+        """The windows that a model predicts. How many there are is known once the source was
+        asked.
 
         Raises:
             CheckpointError: a file that cannot be read.
         """
         before = self._before
         file = before
-        is_whole = any(sitting.has_all for sitting in before.sittings.values())
         if model.role == "checkpoint":
             file = self._after(before)
-            is_whole = is_whole and not file.missing
-        if is_whole:
-            return []
         return [self._work(model, file, before)]
 
     def fact(self, failures: Failures) -> ClosenessFact:
         """What both predicted, once both have."""
         before = self._before
         after = self._after(before)
-        found = figures.closeness(after)
         lines = after.in_order()
+        found = self._asked | compared(lines)
         of_source = math.fsum([line.source_nll for line in lines])
         of_checkpoint = math.fsum([line.checkpoint_nll for line in lines])
         return ClosenessFact(
@@ -122,20 +115,28 @@ class Closeness:
 
     @property
     def _before(self) -> PredictedFile:
-        header = PredictedHeader(**self._asked, **self.setup.asked_of(self.source))
-        return open_lines(self.setup.out, "closeness.source", header)
+        name = "closeness.source"
+        file = self.setup.answers(name, PredictedWindow, self.source, **self._asked)
+        num = len(file.lines)
+        if not any(sitting.has_all for sitting in file.sittings.values()):
+            num += 1  # or more: the server cuts the text
+        file.wanted = range(num)
+        return file
 
     def _after(self, before: PredictedFile) -> ComparedFile:
         windows = windows_of(before)
-        header = ComparedHeader(
+        file = self.setup.answers(
+            "closeness.checkpoint",
+            ComparedWindow,
+            self.checkpoint,
             **self._asked,
-            **self.setup.asked_of(self.checkpoint),
             num=len(windows),
             source_sha256=self.source.identity.sha256,
             windows_sha256=sum_of(json.dumps(windows)),
             num_texts=len(self.text.texts),
         )
-        return open_lines(self.setup.out, "closeness.checkpoint", header)
+        file.wanted = before.wanted
+        return file
 
     def _work(
         self, model: Model, file: PredictedFile | ComparedFile, source: PredictedFile
@@ -144,7 +145,8 @@ class Closeness:
         checkpoint for those that are compared with them.
         """
         is_source = file is source
-        header = source.header
+        top = self.top
+        vocabulary = vocabulary_of(self.source.source)
         windows = list[tuple[int, ...]]()
 
         @contextmanager
@@ -161,12 +163,12 @@ class Closeness:
 
             def ask(number: int) -> PredictedWindow | ComparedWindow:
                 ids = windows[number]
-                rows = predictions(server, ids, top=header.top, vocabulary=header.vocabulary)
+                rows = predictions(server, ids, top=top, vocabulary=vocabulary)
                 if is_source:
                     write_whole(_path(source, number), _PREDICTIONS.dump_json(rows).decode())
                     return PredictedWindow(window=number, ids=ids)
                 before = kept(source, number)
-                places = compare(before, rows, is_whole=header.is_whole)
+                places = compare(before, rows, is_whole=top >= vocabulary)
                 return ComparedWindow(
                     window=number,
                     nats=tuple([place.nats for place in places]),
@@ -190,7 +192,7 @@ class Closeness:
             k=0,
             max_model_len=self.window + 1,
             concurrency=self.concurrency,
-            further=("--max-logprobs", str(min(header.top, header.vocabulary))),
+            further=("--max-logprobs", str(min(top, vocabulary))),
             unit="window",
             task="closeness",
         )
@@ -378,3 +380,57 @@ def _first(row: Mapping[int, float]) -> set[int]:
     """The likeliest tokens: more than one where BF16 makes them equal."""
     most = max(row.values())
     return {token for token, value in row.items() if value == most}
+
+
+# --- what follows from all windows ----------------------------------------------------------------
+
+
+def compared(lines: Sequence[ComparedWindow]) -> Json:
+    """Fields of a `ClosenessFact`. Positions of one window are not independent, so every error is
+    taken over windows.
+    """
+    sizes = [len(line.nats) for line in lines]
+    flips = [len(line.flips) for line in lines]
+    sums = [math.fsum(line.nats) for line in lines]
+    num = sum(sizes)
+    outside = math.fsum(chain.from_iterable([line.outside for line in lines]))
+    divergence = math.fsum(chain.from_iterable([line.nats for line in lines]))
+    return {
+        "windows": len(lines),
+        "tokens": num,
+        "outside": min(1.0, outside / num),
+        "divergence": divergence / num,
+        "stderr": _stderr(sums, sizes),
+        "flips": sum(flips),
+        "effective_tokens": _effective(flips, sizes),
+    }
+
+
+def _stderr(sums: Sequence[float], sizes: Sequence[int]) -> float | None:
+    """Standard error of a mean over positions, from the sum and the number of positions of each
+    window.
+
+    The windows are the independent draws: the ratio estimator's error with clusters of unequal size
+    (W. G. Cochran, Sampling Techniques, 1977, 2.11).
+    """
+    num = len(sizes)
+    if num < 2:
+        return None
+    size = sum(sizes)
+    mean = math.fsum(sums) / size
+    squares = [(one - mean * of) ** 2 for one, of in zip(sums, sizes, strict=True)]
+    return math.sqrt(num / (num - 1) * math.fsum(squares)) / size
+
+
+def _effective(counts: Sequence[int], sizes: Sequence[int]) -> float:
+    """Independent positions with the same error of a share, at most as many as there are.
+
+    E. L. Korn, B. I. Graubard, "Confidence intervals for proportions with small expected number of
+    positive counts estimated from survey data", Survey Methodology 24 (1998), 193-201.
+    """
+    num = sum(sizes)
+    share = sum(counts) / num
+    stderr = _stderr(counts, sizes)
+    if not stderr or share in (0.0, 1.0):
+        return float(num)
+    return min(float(num), max(1.0, share * (1 - share) / stderr**2))

@@ -37,7 +37,7 @@ from .bf16_copy import why_no_kernel, write_copy
 from .room import options_of
 from .serve_line import method_words, separate_draft, setting
 from .server import Server, ServerFailed, serving
-from .store import LineFile, Sitting
+from .store import Header, LineFile, OneLine, Sitting, open_lines
 
 COPY: AsServed = "BF16 copy of the same weights"
 # How often it is noted how a server is doing while it is asked: what one that dies has counted
@@ -111,21 +111,38 @@ class Setup:
         """What a result says of it, by name."""
         return {**self.vllm.versions, "words": shlex.join(self.extra)}
 
-    def asked_of(self, model: Model) -> Json:
-        """What the header of every file says of a model and its servers."""
-        words = self.extra
+    def answers(
+        self,
+        name: str,
+        kind: type[OneLine],
+        model: Model,
+        *,
+        words: Sequence[str] = (),
+        num: int = 0,
+        **asked: Any,
+    ) -> LineFile[OneLine]:
+        """The file of a model's answers, with what it holds already. It says first of whom they
+        are, and how they were asked.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        words = (*words, *self.extra)
         cures = curing.switched_on(model.served[0].source, self.vllm.version)
         if cures:
             words = (*words, setting(cures))
         if model.target:
             words = (*words, f"target {model.target.identity.sha256}")
-        return {
-            "role": model.role,
-            "checkpoint_sha256": model.identity.sha256,
-            "vllm": self.vllm.version,
-            "device": self.vllm.device,
-            "words": words,
-        }
+        header = Header(
+            role=model.role,
+            checkpoint_sha256=model.identity.sha256,
+            vllm=self.vllm.version,
+            device=self.vllm.device,
+            words=words,
+            num=num,
+            **asked,
+        )
+        return open_lines(self.out, name, kind, header)
 
     def alone(self) -> AbstractContextManager[None]:
         """Lock the evidence folder.
@@ -150,7 +167,6 @@ class Work:
         name: of the log, where a server is started for it first.
         model: who is asked.
         file: where answers go.
-        is_asked: whether this server is asked a place of the file.
         asking: makes `Ask` of a healthy server.
         k: tokens drafted a step; 0 serves without method=mtp.
         max_model_len: tokens of prompt and answer together.
@@ -164,7 +180,7 @@ class Work:
 
     name: str
     model: Model
-    file: LineFile[Any, Any]
+    file: LineFile[Any]
     asking: Callable[[Server], AbstractContextManager[Ask]]
     k: int
     max_model_len: int
@@ -173,7 +189,6 @@ class Work:
     words: tuple[str, ...] = ()
     further: tuple[str, ...] = ()
     may_fail: bool = False
-    is_asked: Callable[[Any], bool] = lambda _: True
     unit: str = "question"
     task: str = ""
 
@@ -186,7 +201,7 @@ class Measuring(Protocol):
     """Something to measure of a source and a checkpoint."""
 
     def works(self, model: Model) -> list[Work]:
-        """What a model is still to be asked."""
+        """What a model is asked, also where it has answered."""
         ...
 
     def fact(self, failures: Failures) -> Fact:
@@ -280,8 +295,7 @@ class Host:
         done = num_tokens = 0
         pool = ThreadPoolExecutor(work.concurrency)
         try:
-            places = filter(work.is_asked, file.missing)
-            for future in as_completed([pool.submit(answer, place) for place in places]):
+            for future in as_completed([pool.submit(answer, place) for place in file.missing]):
                 line = future.result()
                 if line is None:
                     continue
@@ -360,6 +374,12 @@ def as_hosted(model: Model, setup: Setup) -> Json:
     return {"as_served": "native", "reason": ""}
 
 
+def _left(stations: Iterable[Measuring], model: Model) -> list[Work]:
+    """What a model has not answered yet."""
+    works = chain(*[station.works(model) for station in stations])
+    return [work for work in works if work.file.missing]
+
+
 def planned(stations: Iterable[Measuring], models: Sequence[Model]) -> list[list[Work]]:
     """The servers that are going to be started, each with what it is asked: of each model, the
     fewest drafts first.
@@ -367,7 +387,7 @@ def planned(stations: Iterable[Measuring], models: Sequence[Model]) -> list[list
     alike = attrgetter("k", "words")
     servers = []
     for model in models:
-        works = chain(*[station.works(model) for station in stations])
+        works = _left(stations, model)
         for _, together in groupby(sorted(works, key=alike), key=alike):
             servers.append(list(together))
     return servers
@@ -409,7 +429,7 @@ def measured(
                     failures[model.role, works[0].k] = failure
     facts = {}
     for name, station in stations.items():
-        left = chain.from_iterable(map(station.works, models))
+        left = chain(*[_left([station], model) for model in models])
         if all(work.may_fail for work in left):
             facts[name] = station.fact(failures)
     if facts.keys() == stations.keys():

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...checkpoints.fact import Count, NumDrafts
 from ...recipes.frozen import frozen
 from ...recipes.yaml_file import load_shipped
 from ..facts.binomial import sign_test
@@ -30,7 +29,7 @@ from ..facts.served import Output
 from . import tool_calls
 from .harness import Ask, Failures, Model, Setup, Work, drafted_by, positions, room_for
 from .server import Server
-from .store import Answer, Header, Samples, open_lines, sum_of
+from .store import Answer, Samples, sum_of
 
 # Of an answer, at most.
 MAX_TOKENS = 128
@@ -50,17 +49,6 @@ for _script, _texts in load_shipped(Path(__file__).with_suffix(".yaml")).items()
         _line = json.dumps({"1": _text}, ensure_ascii=False)
         PROMPTS[f"{_script} {_number}"] = _text
         PROMPTS[f"{_script} {_number} JSON"] = f"{_line}\n{_OPENED}"
-
-
-class LosslessHeader(Header):
-    """Of requests that are asked in one way, with so many tokens drafted in a step."""
-
-    line = Answer
-
-    k: NumDrafts
-    way: str
-    requests_sha256: str
-    max_tokens: Count
 
 
 @frozen
@@ -113,12 +101,12 @@ class Lossless:
             yield Way(name="with prefix caching", words=("--enable-prefix-caching",))
 
     def works(self, model: Model) -> list[Work]:
-        """What is missing.
+        """All that one checkpoint is asked.
 
         Raises:
             CheckpointError: answers that cannot be read.
         """
-        return [work for _, work in self._all(model) if work.file.missing]
+        return [work for _, work in self._all(model)]
 
     def fact(self, failures: Failures) -> LosslessFact:
         """What is seen in all answers."""
@@ -175,15 +163,16 @@ class Lossless:
         """All requests in one way, for one server."""
         name = f"lossless.{model.role}.k{k}.{way.name.replace(' ', '-')}"
         requests = self._requests(way)
-        asked = self.setup.asked_of(model)
-        asked["words"] = (*self.parser, *asked["words"])  # another parser reads another answer
-        header = LosslessHeader(
+        file = self.setup.answers(
+            name,
+            Answer,
+            model,
+            words=self.parser,  # another parser reads another answer
+            num=len(requests),
             k=k,
             way=way.name,
             requests_sha256=sum_of(f"{requests} {tool_calls.TOOLS}"),
             max_tokens=self.max_tokens,
-            num=len(requests),
-            **asked,
         )
         source = model.served[0].source
         room = room_for(PROMPTS.values(), source, is_chat=False, max_tokens=self.max_tokens)
@@ -219,7 +208,7 @@ class Lossless:
         return Work(
             name=name,
             model=model,
-            file=open_lines(self.setup.out, name, header),
+            file=file,
             asking=asking,
             k=k,
             max_model_len=room,

@@ -14,7 +14,7 @@ from ...recipes.frozen import frozen
 from ..facts.served import Run, ServeCheck, Served, partings
 from .harness import Failures, Model, Setup, Work, as_hosted, drafted_by, room_for
 from .server import Server
-from .store import Continuation, ContinuationHeader, open_lines
+from .store import Continuation
 
 
 @frozen
@@ -35,12 +35,12 @@ class AcceptanceStation:
     max_tokens: int
 
     def works(self, model: Model) -> list[Work]:
-        """What a checkpoint is still to be asked, at every k.
+        """What a checkpoint is asked, at every k.
 
         Raises:
             CheckpointError: outputs that cannot be read.
         """
-        return [work for work in self._all(model) if work.file.missing]
+        return [self._work(model, k) for k in sorted({drafted_by(model, k) for k in self.ks})]
 
     def fact(self, failures: Failures) -> ServeCheck:
         """What both answered, or how their servers failed; without a source acceptance stays
@@ -60,7 +60,7 @@ class AcceptanceStation:
         how = as_hosted(model, self.setup)
         runs = list[Run]()
         plain = list[Continuation]()
-        for work in self._all(model):
+        for work in self.works(model):
             log = str(self.setup.log(work.name))
             failure = failures.get((model.role, work.k))
             if failure and work.file.missing:
@@ -84,30 +84,22 @@ class AcceptanceStation:
             **how,
         )
 
-    def _all(self, model: Model) -> list[Work]:
-        """One for each k."""
-        return [self._work(model, k) for k in sorted({drafted_by(model, k) for k in self.ks})]
-
     def _work(self, model: Model, k: int) -> Work:
         """The prompts, for one server."""
         name = f"serve.{model.role}.k{k}"
-        header = ContinuationHeader(
-            k=k,
-            prompts=self.prompts,
-            max_tokens=self.max_tokens,
-            num=len(self.prompts),
-            **self.setup.asked_of(model),
-        )
+        most = self.max_tokens
+        asked = {"k": k, "prompts": self.prompts, "max_tokens": most}
+        file = self.setup.answers(name, Continuation, model, num=len(self.prompts), **asked)
 
         def ask(server: Server, prompt: int) -> Continuation:
-            output = server.complete(self.prompts[prompt], max_tokens=self.max_tokens)
+            output = server.complete(self.prompts[prompt], max_tokens=most)
             return Continuation(prompt=prompt, **dict(output))
 
-        room = room_for(self.prompts, model.source, is_chat=False, max_tokens=self.max_tokens)
+        room = room_for(self.prompts, model.source, is_chat=False, max_tokens=most)
         return Work(
             name=name,
             model=model,
-            file=open_lines(self.setup.out, name, header),
+            file=file,
             asking=lambda server: nullcontext(partial(ask, server)),
             k=k,
             max_model_len=room,

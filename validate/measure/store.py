@@ -20,17 +20,16 @@ import os
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from ...checkpoints import json_file
-from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from ...checkpoints.fact import Count, Fact, Figure
 from ...checkpoints.files import refuse_strange, unwritable, write_whole
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.frozen import Json
-from ...recipes.protocol import Evaluation
-from ..facts.benched import Repetition, RequestForm
+from ..facts.benched import Repetition
 from ..facts.rows import Arm
 from ..facts.served import AsServed, Drafts, Output, counters, total
 
@@ -129,40 +128,31 @@ class ComparedWindow(Line):
         return len(self.nats) + 1
 
 
-class MatrixPlace(NamedTuple):
-    """One repetition of a speed matrix."""
-
-    k: int
-    concurrency: int
-    number: int
-
-
 class Measured(Line):
-    """One repetition, with which k and how many requests in flight."""
+    """One repetition, with how many requests in flight."""
 
     num_tokens: ClassVar[int] = 0  # a load's rate says nothing about another's
 
-    k: NumDrafts
     concurrency: Count
     repetition: Repetition
 
     @property
-    def place(self) -> MatrixPlace:
+    def place(self) -> tuple[int, int]:
         """Where it belongs in the matrix."""
-        return MatrixPlace(self.k, self.concurrency, self.repetition.number)
+        return self.concurrency, self.repetition.number
 
 
 class Header(Fact):
-    """What was asked of what, by which vLLM and where; equal headers may share a file.
+    """What was asked of what, by which vLLM and where, and all else that answers depend on; equal
+    headers may share a file.
 
     Attributes:
-        line: what answers are; each has a `place`, and a number of tokens.
         checkpoint_sha256: of what was served, as `Identity.sha256`.
         words: further words for `vllm serve`.
         num: how many places there are, from 0; 0 where that is not known before.
     """
 
-    line: ClassVar[type[Line]]
+    model_config = ConfigDict(extra="allow")
 
     role: Arm
     checkpoint_sha256: str
@@ -172,91 +162,11 @@ class Header(Fact):
     num: Count = 0
 
 
-class ContinuationHeader(Header):
-    """Of some prompts, with so many tokens drafted in a step."""
-
-    line = Continuation
-
-    k: NumDrafts
-    prompts: tuple[str, ...]
-    max_tokens: Count
-
-
-class AnswersHeader(Header):
-    """Of a task: `dataset_sha256` of questions and references, `prompts_sha256` of all that is
-    sent.
-    """
-
-    line = Answer
-
-    protocol: Evaluation
-    dataset_sha256: str
-    prompts_sha256: str
-
-
-class PredictedHeader(Header):
-    """Of the source's predictions, which are the same for all checkpoints that are made from it.
-
-    Attributes:
-        text_sha256: of the file with the texts.
-        tokens: at most; no window begins after so many.
-        window: tokens of a window, at most.
-        top: likeliest tokens at each position.
-        vocabulary: of the model.
-    """
-
-    line = PredictedWindow
-
-    text_sha256: str
-    tokens: PositiveInt
-    window: Annotated[int, Field(gt=1)]
-    top: PositiveInt
-    vocabulary: PositiveInt
-
-    @property
-    def is_whole(self) -> bool:
-        """The likeliest tokens are all that there are."""
-        return self.top >= self.vocabulary
-
-
-class ComparedHeader(PredictedHeader):
-    """Of a checkpoint's predictions compared with the source's; `windows_sha256` is of all token
-    ids.
-    """
-
-    line = ComparedWindow
-
-    source_sha256: str
-    windows_sha256: str
-    num_texts: Count
-
-
-class BenchHeader(Header):
-    """Of a speed matrix. It has no list of k and none of loads: a matrix that grows by a k measures
-    that k alone.
-
-    Attributes:
-        prompts_sha256: of all prompts.
-        requests: of each repetition, as the user said; 0 where it follows from the load.
-    """
-
-    line = Measured
-
-    form: RequestForm
-    prompts_sha256: str
-    requests: Count
-    output_tokens: Count
-    seed: Count
-    max_num_seqs: Count
-    max_model_len: Count
-
-
-Head = TypeVar("Head", bound=Header)
 OneLine = TypeVar("OneLine", bound=Line)
 KindOfLine = TypeVar("KindOfLine", bound=Fact)
 
 
-class LineFile(Generic[Head, OneLine]):
+class LineFile(Generic[OneLine]):
     """One file and what it holds.
 
     Attributes:
@@ -265,7 +175,7 @@ class LineFile(Generic[Head, OneLine]):
         wanted: all places, in the order in which they are asked.
     """
 
-    def __init__(self, path: Path, header: Head) -> None:
+    def __init__(self, path: Path, header: Header) -> None:
         self.path = path
         self.header = header
         self.lines = dict[Any, OneLine]()
@@ -288,11 +198,9 @@ class LineFile(Generic[Head, OneLine]):
 
     @property
     def served(self) -> Json:
-        """How the servers were served, as fields of a fact."""
-        # One that drafts may have applied more cures than the others, and its reason names them.
-        newest_first = sorted(self.sittings.values(), key=attrgetter("sitting"), reverse=True)
-        fullest = max(newest_first, key=lambda sitting: len(sitting.reason))
-        return {"as_served": fullest.as_served, "reason": fullest.reason}
+        """How the last server was served, as fields of a fact."""
+        newest = max(self.sittings.values(), key=attrgetter("sitting"))
+        return {"as_served": newest.as_served, "reason": newest.reason}
 
     def add(self, line: Any) -> None:
         """Append one line; it is on the disk when this returns.
@@ -319,10 +227,9 @@ class LineFile(Generic[Head, OneLine]):
             self.lines[line.place] = line
 
 
-Samples = LineFile[AnswersHeader, Answer]
-PredictedFile = LineFile[PredictedHeader, PredictedWindow]
-ComparedFile = LineFile[ComparedHeader, ComparedWindow]
-BenchFile = LineFile[BenchHeader, Measured]
+Samples = LineFile[Answer]
+PredictedFile = LineFile[PredictedWindow]
+ComparedFile = LineFile[ComparedWindow]
 
 
 def finish(samples: Samples, right: Mapping[str, Sequence[bool]]) -> None:
@@ -341,8 +248,8 @@ def finish(samples: Samples, right: Mapping[str, Sequence[bool]]) -> None:
         write_whole(samples.path, text)
 
 
-def open_lines(folder: Path, name: str, header: Head) -> LineFile[Head, Any]:
-    """The file to go on with, whether it is there or not.
+def open_lines(folder: Path, name: str, kind: type[OneLine], header: Header) -> LineFile[OneLine]:
+    """The file of such lines to go on with, whether it is there or not.
 
     Raises:
         CheckpointError: a file that cannot be read.
@@ -361,11 +268,11 @@ def open_lines(folder: Path, name: str, header: Head) -> LineFile[Head, Any]:
         if end != len(whole):
             os.truncate(path, end)
         if end:
-            return read_lines(path, type(header))
+            return read_lines(path, kind)
     return LineFile(path, header)
 
 
-def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any]:
+def read_lines(path: Path, kind: type[OneLine]) -> LineFile[OneLine]:
     """Every line of a file.
 
     Raises:
@@ -373,10 +280,10 @@ def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any]:
     """
     rows = json_file.read_lines(path, cure=_CURE)
     where, first = next(rows, (path, None))
-    found = LineFile(path, _checked(kind, first, where))
+    found = LineFile[OneLine](path, _checked(Header, first, where))
     for where, row in rows:
         is_sitting = isinstance(row, dict) and "sitting" in row
-        found.take(_checked(Sitting if is_sitting else kind.line, row, where))
+        found.take(_checked(Sitting if is_sitting else kind, row, where))
     return found
 
 

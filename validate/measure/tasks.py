@@ -32,7 +32,7 @@ from .harness import (
 )
 from .lm_eval_task import VERSIONS, Questions, scores
 from .server import Server
-from .store import Answer, AnswersHeader, finish, open_lines, sum_of
+from .store import Answer, finish, sum_of
 
 _LEAST_SECONDS = 600.0
 
@@ -70,7 +70,7 @@ class Tasks:
     has_plain: bool = True
 
     def works(self, model: Model) -> list[Work]:
-        """What is still to be asked of a checkpoint, and of it with MTP off.
+        """What is asked of a checkpoint, and of it with MTP off.
 
         Raises:
             CheckpointError: answers that cannot be read.
@@ -80,7 +80,7 @@ class Tasks:
             for questions in self.asked:
                 if _is_asked(arm, questions):
                     works.append(work_of(arm, questions, self.setup))
-        return [work for work in works if work.file.missing]
+        return works
 
     def fact(self, failures: Failures) -> EvaluationFact:
         """What all tasks gave, once all have answered; finishes the files. Without a source the
@@ -103,17 +103,19 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
     caching = ("--enable-prefix-caching",) * protocol.prefix_caching
     # Answers carry in their file's first line all that a score depends on; a run goes on with those
     # that have exactly its own.
-    header = AnswersHeader(
+    file = setup.answers(
+        f"{protocol.task}.{model.role}",
+        Answer,
+        model,
+        num=questions.num,
         protocol=protocol,
         dataset_sha256=questions.dataset_sha256,
         prompts_sha256=questions.prompts_sha256,
-        num=questions.num,
-        **setup.asked_of(model),
     )
     return Work(
         name=f"eval.{model.role}.{protocol.task}",
         model=model,
-        file=open_lines(setup.out, f"{protocol.task}.{model.role}", header),
+        file=file,
         asking=lambda server: nullcontext(partial(_answer, server, questions)),
         k=drafted_by(model, protocol.k),
         max_model_len=room_for(

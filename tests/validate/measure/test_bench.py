@@ -1,5 +1,7 @@
 """What is asked for a speed matrix, what is measured already, and which k it recommends."""
 
+import json
+
 import pytest
 from commands import GLM
 from keepmtp.checkpoints.files import held
@@ -10,7 +12,7 @@ from keepmtp.validate.facts.benched import BenchCell, BenchFact
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.measure import bench as matrix
 from keepmtp.validate.measure.harness import Model, Setup
-from keepmtp.validate.measure.store import BenchFile, Measured, Sitting
+from keepmtp.validate.measure.store import LineFile, Measured, Sitting
 from keepmtp.validate.measure.texts import read_prompts
 from pydantic import ValidationError
 from real_vllm import measure as found_by
@@ -39,15 +41,22 @@ def bench(setup: Setup, asked: matrix.BenchPlan, source: Model | None = None) ->
     return found_by(matrix.Bench(setup=setup, plan=asked, **whose))
 
 
-def measured(setup: Setup, asked: matrix.BenchPlan, role: str, rate: float) -> BenchFile:
+def files(setup: Setup, asked: matrix.BenchPlan, role: str = "checkpoint") -> list[LineFile]:
+    """One for each k."""
+    whose = {"source": None, "checkpoint": model("checkpoint")}
+    station = matrix.Bench(setup=setup, plan=asked, **whose)
+    return [work.file for work in station.works(model(role))]
+
+
+def measured(setup: Setup, asked: matrix.BenchPlan, role: str, rate: float) -> list[LineFile]:
     """The whole matrix, of so many tokens a second at k=0."""
-    lines = matrix.open_matrix(model(role), asked, setup)
-    lines.add(Sitting(sitting=1, as_served="native", reason=""))
-    for k in asked.ks:
-        for place in asked.places(k):
-            found = repetition(k, rate * (1 + k), number=place.number)
-            lines.add(Measured(k=k, concurrency=place.concurrency, repetition=found))
-    return lines
+    found = files(setup, asked, role)
+    for k, lines in zip(asked.ks, found, strict=True):
+        lines.add(Sitting(sitting=1, as_served="native", reason=""))
+        for concurrency, number in lines.wanted:
+            one = repetition(k, rate * (1 + k), number=number)
+            lines.add(Measured(concurrency=concurrency, repetition=one))
+    return found
 
 
 def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
@@ -71,9 +80,9 @@ def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
 def test_other_requests_are_another_matrix_and_a_further_k_is_none(vllm, tmp_path):
     setup = Setup(vllm=vllm, out=tmp_path / "out")
     kept = measured(setup, plan(), "checkpoint", 100.0)
-    assert not matrix.open_matrix(model("checkpoint"), plan(output_tokens=32), setup).lines
-    again = matrix.open_matrix(model("checkpoint"), plan(ks=(0, 1, 2, 3)), setup)
-    assert again.lines == kept.lines
+    assert not any(file.lines for file in files(setup, plan(output_tokens=32)))
+    again = files(setup, plan(ks=(0, 1, 2, 3)))
+    assert [file.lines for file in again] == [*[file.lines for file in kept], {}, {}]
 
 
 def test_one_run_at_a_time(vllm, tmp_path):
@@ -87,7 +96,9 @@ def test_a_template_of_the_users_words_asks_messages(vllm, tmp_path):
     forms = []
     for words in ((), ("--chat-template=x",)):
         setup = Setup(vllm=vllm, out=tmp_path / "out", extra=words)
-        forms.append(matrix.open_matrix(model("checkpoint"), plan(), setup).header.form)
+        forms += {
+            json.loads(file.header.model_dump_json())["form"] for file in files(setup, plan())
+        }
     assert forms == ["completions", "chat"]
 
 

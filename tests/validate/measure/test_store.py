@@ -10,7 +10,6 @@ from keepmtp.validate.facts.served import total
 from keepmtp.validate.measure.lossless import drafting
 from keepmtp.validate.measure.store import (
     Answer,
-    AnswersHeader,
     Samples,
     Sitting,
     finish,
@@ -33,7 +32,7 @@ def sitting(number: int, drafts: int, accepted: tuple[int, ...]) -> Sitting:
 
 
 def opened(folder: Path, **changed) -> Samples:
-    return open_lines(folder, "gsm8k.source", header(**changed))
+    return open_lines(folder, "gsm8k.source", Answer, header(**changed))
 
 
 @pytest.fixture
@@ -50,13 +49,13 @@ def test_a_file_goes_on(begun, tmp_path):
     assert samples.missing == [1] and samples.lines[0].text == "\u2028 odd \U0001f600 ends\x85"
     samples.add(answer(1))
     samples.add(sitting(2, 1, (1,)))
-    found = read_lines(begun.path, AnswersHeader)
+    found = read_lines(begun.path, Answer)
     assert not samples.missing and list(found.lines) == [2, 0, 1]
     assert total(list(found.sittings.values())).accepted_per_position == (9, 2)
     right = {"strict-match": (True, False, True), FILTER: (True, True, True)}
     finish(samples, right)
     before = begun.path.read_bytes()
-    found = read_lines(begun.path, AnswersHeader)
+    found = read_lines(begun.path, Answer)
     assert list(found.lines) == [0, 1, 2]
     for name, values in right.items():
         assert tuple(answer.correct[name] for answer in found.in_order()) == values
@@ -108,7 +107,7 @@ def test_a_line_that_a_crash_cut_is_asked_again(cut, begun, tmp_path):
     whole = begun.path.read_bytes()
     begun.path.write_bytes(whole + whole.splitlines(keepends=True)[1][:cut])
     with pytest.raises(CheckpointError, match="must be JSON"):
-        read_lines(begun.path, AnswersHeader)
+        read_lines(begun.path, Answer)
     assert opened(tmp_path).missing == [1] and begun.path.read_bytes() == whole
     begun.path.write_bytes(whole[:cut])
     assert opened(tmp_path).missing == [0, 1, 2], "not even the first line"
@@ -144,7 +143,7 @@ def changes(folder: Path, off: list[tuple[str, bool]], on: list[tuple[str, bool]
     """Answers with MTP off and on: text, and whether it is right."""
     files = []
     for role, side in (("plain", off), ("checkpoint", on)):
-        found = open_lines(folder, f"gsm8k.{role}", header(role=role, num=len(side)))
+        found = open_lines(folder, f"gsm8k.{role}", Answer, header(role=role, num=len(side)))
         for number, (text, _) in enumerate(side):
             found.add(answer(number, text))
         finish(found, {FILTER: [right for _, right in side]})

@@ -20,7 +20,7 @@ from keepmtp.validate.measure import harness, tasks
 from keepmtp.validate.measure.harness import Host, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
-from keepmtp.validate.measure.store import AnswersHeader, Samples, finish, read_lines
+from keepmtp.validate.measure.store import Answer, Samples, finish, read_lines
 from keepmtp.validate.measure.tasks import work_of
 from real_vllm import H100
 
@@ -110,7 +110,7 @@ def test_every_question_is_asked_once_and_greedily(ask, asked, tmp_path):
     assert cut == [20]
     drafts = drafts_of(samples)
     assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_per_position) == (90, 180, (90, 0))
-    assert read_lines(samples.path, AnswersHeader).lines == samples.lines, "the file says the same"
+    assert read_lines(samples.path, Answer).lines == samples.lines, "the file says the same"
 
 
 @pytest.mark.few(4)
