@@ -240,9 +240,6 @@ class Calibration(Texts):
     samples: Positive
     # Other sequences, from other rows, to measure acceptance and perplexity on.
     held_out: Positive
-    # Who writes the held-out answers: `dataset`, or `model`, the released model itself, if memory
-    # holds all of it. On its own text every slot counts for acceptance, as on a server.
-    held_out_by: Literal["dataset", "model"] = "dataset"
     # Tokens in each sequence; rows follow each other without padding. The last position has no next
     # token to judge: one token alone gives neither perplexity nor acceptance.
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]

@@ -20,10 +20,9 @@ from ..run.progress import ProgressCallback
 from ..run.ranks import Ranks
 from ..run.statistics import Statistics, read_metadata, refuse_statistics
 from .data.claim import fingerprint
-from .data.data import CalibrationData, calibration_data
+from .data.data import calibration_data
 from .layers.backbone import calibrate_backbone
 from .mtp.mtp_pass import mtp_pass, refuse_held_out, refuse_mtp
-from .mtp.own_text import with_own_text
 from .search.search_pass import search
 
 
@@ -66,15 +65,8 @@ def calibrate(
     refuse_untrusted_code(plan)
     no_block = refuse_mtp(plan)
     refuse_strange(folder, below=True)
-
-    def find() -> CalibrationData:
-        drawn = calibration_data(plan.calibration, plan.source)
-        if plan.calibration.held_out_by == "model":
-            return with_own_text(plan, drawn, folder, device=ranks.device)
-        return drawn
-
     # Read once for all: the other ranks need neither the dataset nor its host.
-    data = ranks.of_first(find)
+    data = ranks.of_first(lambda: calibration_data(plan.calibration, plan.source))
     if plan.recipe.measures_mtp:
         refuse_held_out(plan, data)
     folder.mkdir(parents=True, exist_ok=True)

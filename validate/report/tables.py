@@ -74,8 +74,6 @@ def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
     )
     if fact.parts:
         yield fact.parts
-    if fact.data.held_out_by == "model":
-        yield "The released model wrote the answers of the held-out text itself."
     never = coverage.never_routed
     if never:
         names = list(never[:3])

@@ -17,13 +17,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
-from accelerate import cpu_offload
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
@@ -151,18 +149,15 @@ class Skeleton:
         return bind(layer, self.tensors_of(index), self.names.in_layer, where)
 
     @contextmanager
-    def layer(
-        self, index: int, then: int = -1, *, device: torch.device | None = None
-    ) -> Iterator[nn.Module]:
+    def layer(self, index: int, then: int = -1) -> Iterator[nn.Module]:
         """Decoder layer `index` in its place, with its weights; they are gone afterwards.
 
         Args:
             index: of the layer.
             then: the layer that is wanted after it, whose files are read meanwhile; -1 for none.
-            device: for its weights; the skeleton's own if none is given.
         """
         layer = self._real[index]
-        self.fill(layer, self.bind_layer(index), device=device)
+        self.fill(layer, self.bind_layer(index))
         self._layers[index] = layer
 
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -183,13 +178,9 @@ class Skeleton:
             layer.to("meta")
             self._layers[index] = StandIn(layer, self._like)
 
-    def fill(
-        self, module: nn.Module, binding: Binding, *, device: torch.device | None = None
-    ) -> None:
+    def fill(self, module: nn.Module, binding: Binding) -> None:
         """Weights for a module of this model or of one built like it, and its computed buffers."""
-        if device is None:
-            device = self.device
-        fill(module, binding, self.plan, device=device, dtype_of=self._dtype_of)
+        fill(module, binding, self.plan, device=self.device, dtype_of=self._dtype_of)
         # Buffers that are no part of a checkpoint (rotary frequencies), as `from_pretrained` makes
         # them.
         for part in module.modules():
@@ -197,7 +188,7 @@ class Skeleton:
             for name in part._non_persistent_buffers_set:
                 buffer = getattr(part, name)
                 if buffer.is_meta:
-                    setattr(part, name, torch.empty_like(buffer, device=device))
+                    setattr(part, name, torch.empty_like(buffer, device=self.device))
                     is_missing = True
             if is_missing:
                 self.model._init_weights(part)
@@ -221,28 +212,6 @@ class Skeleton:
             self._head.to("meta")
             for tensor in tensors:
                 self.served.pop(tensor.name, None)
-
-    @contextmanager
-    def whole(self, places: Iterable[torch.device]) -> Iterator[PreTrainedModel]:
-        """The model with all its weights; they are gone afterwards.
-
-        Args:
-            places: the device of each decoder layer's weights. A layer on another GPU computes
-                there; one on the host computes here, and each call copies its weights.
-        """
-        with ExitStack() as stack:
-            for index, place in enumerate(places):
-                layer = stack.enter_context(self.layer(index, device=place))
-                if place == self.device:
-                    continue
-                stack.callback(remove_hook_from_module, layer, recurse=True)
-                if place.type == "cpu":
-                    cpu_offload(layer, execution_device=self.device)
-                else:
-                    there = AlignDevicesHook(place, io_same_device=True, place_submodules=True)
-                    add_hook_to_module(layer, there)
-            stack.enter_context(self.head())
-            yield self.model
 
     @contextmanager
     def fed(self, index: int, batch: Batch) -> Iterator[dict[str, Tensor]]:

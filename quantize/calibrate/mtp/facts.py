@@ -38,7 +38,7 @@ class DataFact(Fact):
         also: other datasets of a mix, at the revisions that were read.
     """
 
-    dropped = frozenset({"guard"})
+    dropped = frozenset({"guard", "held_out_by"})
     dataset: str
     dataset_revision: str
     subset: str
@@ -53,7 +53,6 @@ class DataFact(Fact):
     tokens: Count
     held_out_tokens: Count
     held_out_written_tokens: Count | None = None
-    held_out_by: Literal["dataset", "model"] = "dataset"
     row_numbers_sha256: str
     ids_sha256: str
     held_out_ids_sha256: str
