@@ -237,7 +237,7 @@ class Session:
         checked = static(checkpoint.source, source=compared, target=target).data
         judgement = judge(check=checked, **facts, **how)
         made: Any = {"judgement": judgement, **facts}
-        data = check_data(checked, opened=checkpoint.source)
+        data = check_data(checked, checkpoint.source)
         report = reports.assemble(data, vllm=vllm, made_at=now(), **made)
         reports.write(self.out, report)
         return judgement

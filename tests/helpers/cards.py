@@ -57,7 +57,7 @@ def draft(folder: Path) -> Path:
     target = Model(role="checkpoint", source=opened, identity=identify(reports.MODEL)).as_target
     pair = with_loads(with_draft(examine(model), examine(folder)), [reports.account("sm90", 1)])
     own = as_of_draft(pair, target)
-    data = check_data(own.data, opened=own.source)
+    data = check_data(own.data, own.source)
     measured.write(where, data, identity)
     serve = reports.accepting(18_000, 18_000, 20_000).model_copy(update={"target": target})
     measured.write(where, serve, identity)
@@ -92,7 +92,7 @@ def checked(folder: Path, *loads: LoadAccount) -> CheckData:
     source = open_source(reports.MODEL)
     found = with_loads(examine(str(folder), source=source), loads)
     data = found.data.model_copy(update={"findings": (*found.data.findings, reports.WARNED)})
-    return check_data(data, opened=found.source)
+    return check_data(data, found.source)
 
 
 def edit(path: Path, old: str, new: str) -> None:

@@ -140,7 +140,7 @@ def summary() -> dict[str, Any]:
 def calibrated(**changed: Any) -> FullReport:
     """A calibrated checkpoint, checked and no more; `changed` are entries of the run's account."""
     fact = calibration_fact(summary() | changed, SETTINGS)
-    data = check_data(check(MODEL)).model_copy(update={"calibration": fact})
+    data = check_data(check(MODEL), None).model_copy(update={"calibration": fact})
     return assemble(data, vllm=VLLM, made_at=AT)
 
 
@@ -152,7 +152,7 @@ def judged(
     **measured: Any,
 ) -> FullReport:
     """A report of a static check and of what was measured, with the judgement of both."""
-    found = data or check_data(check(MODEL))
+    found = data or check_data(check(MODEL), None)
     judgement = judge(gates=gates, check=found, **measured)
     return assemble(
         found, vllm=VLLM, judgement=judgement, made_at=AT, identity=identity, **measured
@@ -163,7 +163,7 @@ def loaded(*accounts: LoadAccount, **measured: Any) -> FullReport:
     """A real static check, with these dry loads and a warning."""
     checked = with_loads(examine(MODEL), accounts)
     warned = checked.data.model_copy(update={"findings": (*checked.data.findings, WARNED)})
-    return judged(check_data(warned, opened=checked.source), **measured)
+    return judged(check_data(warned, checked.source), **measured)
 
 
 def hostile(word: str) -> FullReport:
@@ -207,4 +207,4 @@ def benched(bench: BenchFact | None = None, gates: Gates = LIMITS) -> FullReport
 
 def bare() -> FullReport:
     """Only the static check ran."""
-    return assemble(check_data(check(MODEL)), vllm=VLLM, made_at=AT)
+    return assemble(check_data(check(MODEL), None), vllm=VLLM, made_at=AT)

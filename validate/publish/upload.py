@@ -63,7 +63,6 @@ class Parcel:
 
     folder: Path
     report: FullReport
-    identity: Identity
     files: Mapping[str, LocalFile]
 
     def num_bytes(self, names: Iterable[str]) -> int:
@@ -130,9 +129,7 @@ def prepare(
             sha256=hashlib.sha256(content).hexdigest(),
             content=content,
         )
-    return Parcel(
-        folder=folder, report=verified, identity=identity, files=dict(sorted(files.items()))
-    )
+    return Parcel(folder=folder, report=verified, files=dict(sorted(files.items())))
 
 
 def ready_report(folder: Path) -> tuple[FullReport, Identity]:

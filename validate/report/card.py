@@ -25,10 +25,9 @@ from ...checkpoints.files import complete, partial_path, refuse_strange, remove,
 from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
-from ...checkpoints.source import open_source
+from ...checkpoints.source import open_source, view_of
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
-from ...recipes.families import find_view
 from ...recipes.frozen import Bar, Raw
 from ..facts.benched import BenchFact
 from ..facts.results import report_folder
@@ -36,12 +35,14 @@ from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
 from ..measure.harness import has_template
 from ..measure.serve_line import method_words
+from ..measure.tool_calls import parser_words
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, page
 from .html import page_of
-from .provenance import groups_of, parser_words, recipe_text
+from .markdown import code
+from .provenance import groups_of, recipe_text
 
 FILES = (
     README,
@@ -209,10 +210,12 @@ def _facts(
         # A speed that is not the checkpoint's has no place on its card.
         if what != "speed" or (bench and bench.counts()):
             plots[what] = chart
-    parsers = ""
-    view = find_view(opened.config, opened.where, opened.entries)
+    parsers = list[str]()
     if report.target is None and has_template(opened, ()):  # of a draft, its target says it
-        parsers = parser_words(view.family)
+        parsers += parser_words(opened, ())
+        thoughts = view_of(opened).family.reasoning_parser
+        if thoughts:
+            parsers += ["--reasoning-parser", thoughts]
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
@@ -227,7 +230,7 @@ def _facts(
         cures=needed(opened, report.vllm),
         cured=tuple(by_version(opened)),
         plots=plots,
-        parsers=parsers,
+        parsers=code(" ".join(parsers)),
     )
 
 

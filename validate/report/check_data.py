@@ -23,18 +23,17 @@ from ..facts.results import CheckData, read_result, write_result
 from ..facts.served import TargetFact, is_same
 
 
-def check_data(check: CheckData, *, opened: Source | None = None) -> CheckData:
+def check_data(check: CheckData, opened: Source | None) -> CheckData:
     """A check with what the checkpoint's own record says.
 
     Args:
         check: the static check, with the dry loads that were made.
         opened: the checkpoint; None if nothing could be read.
     """
-    calibration = None
-    why = "Not known: the checkpoint's headers could not be read."
-    if opened is not None:
-        calibration, why = calibration_of(opened)
-    absent = {"calibration": why} if why else {}
+    calibration, why = calibration_of(opened)
+    absent = {}
+    if why:
+        absent["calibration"] = why
     return check.model_copy(update={"calibration": calibration, "absent": absent})
 
 
@@ -61,7 +60,7 @@ def record_static(
 
 def record_check(folder: Path, checked: Checked, identity: Identity) -> None:
     """Write check.json of what was found."""
-    data = check_data(checked.data, opened=checked.source)
+    data = check_data(checked.data, checked.source)
     write_result(folder, data, checkpoint=identity, vllm=data.judged_by)
 
 
@@ -75,8 +74,10 @@ def static(
     return checked
 
 
-def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
+def calibration_of(checkpoint: Source | None) -> tuple[CalibrationFact | None, str]:
     """What a checkpoint's keepmtp.json says of its calibration, or why there is nothing to show."""
+    if checkpoint is None:
+        return None, "Not known: the checkpoint's headers could not be read."
     try:
         path = small_file(checkpoint, RECORD)
         if path is None:

@@ -11,10 +11,8 @@ from base64 import b64encode
 from collections.abc import Mapping
 from html import escape
 from string import Template
-from types import MappingProxyType
 
 from ...recipes.errors import printable
-from ...recipes.extras import require_extra
 
 # The policy makes a browser enforce it: no script, no request.
 _PAGE = Template("""<!doctype html>
@@ -48,20 +46,14 @@ $body</main>
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page_of(
-    text: str, *, heading: str, pictures: Mapping[str, bytes] = MappingProxyType({})
-) -> str:
+def page_of(text: str, *, heading: str, pictures: Mapping[str, bytes]) -> str:
     """Markdown of `markdown.py` as such a page. Equal texts give equal bytes.
 
     Args:
         text: the Markdown.
         heading: the browser's.
         pictures: file name -> PNG, of the images that the text shows.
-
-    Raises:
-        RecipeError: the `report` extra is missing.
     """
-    require_extra("an HTML page", "report")
     from markdown_it import MarkdownIt
 
     browser = MarkdownIt("commonmark", {"html": False}).enable("table")

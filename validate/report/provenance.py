@@ -18,7 +18,6 @@ from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
-from ...recipes.family import Family
 from ...recipes.frozen import frozen
 from ..measure.room import least_gpus
 
@@ -89,18 +88,6 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     for (part, modules), found in sorted(schemes.items()):
         rows.append(ModuleGroup(part=part, modules=modules, schemes=tuple(sorted(found))))
     return tuple(rows)
-
-
-def parser_words(family: Family) -> str:
-    """The words with which a server reads the family's tool calls and thoughts."""
-    words = []
-    if family.tool_parser:
-        words += ["--enable-auto-tool-choice", "--tool-call-parser", family.tool_parser]
-    if family.reasoning_parser:
-        words += ["--reasoning-parser", family.reasoning_parser]
-    if not words:
-        return ""
-    return f"`{' '.join(words)}`"
 
 
 def gpus_of(sizes: Sequence[int], num_bytes: int) -> tuple[tuple[int, str], ...]:

@@ -30,7 +30,6 @@ from keepmtp.checkpoints.record import RECORD, Record, read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
-from keepmtp.recipes.families import families
 from keepmtp.recipes.protocol import Gates
 from keepmtp.recipes.schema import TextsOfMix
 from keepmtp.recipes.schemes import SCHEMES
@@ -55,7 +54,6 @@ from keepmtp.validate.report.markdown import Code, Table, code, inline, markdown
 from keepmtp.validate.report.provenance import (
     gpus_of,
     groups_of,
-    parser_words,
     recipe_text,
 )
 from markdown_it import MarkdownIt
@@ -352,7 +350,7 @@ def test_strings_of_strangers_are_text(make, made):
     for token in PARSER.parse(text):
         tokens += [token, *(token.children or ())]
     types = Counter(token.type for token in tokens)
-    page = page_of(text, heading=HOSTILE)
+    page = page_of(text, heading=HOSTILE, pictures={})
     assert not re.search(r"<(script|a|img)\b", page)
     assert not types.keys() & {"html_block", "html_inline", "link_open", "image"}
     assert types["heading_open"] == len(re.findall("^##? [A-Z<&]", text, re.MULTILINE))
@@ -367,7 +365,7 @@ def test_no_control_character_of_a_stranger_is_in_page_or_card(make, made):
     """An escape moves no cursor and a bidi override turns no line around: both are shown."""
     report = make("a\x1b[31m\u202eb\x07\u200bc")
     text = card_of(made, report, name="x\x9b\u2066y", recipe="a: \x1b]0;b")
-    shown = (html.unescape(page_of(text, heading="x\x1b\u202e")), text)
+    shown = (html.unescape(page_of(text, heading="x\x1b\u202e", pictures={})), text)
     for text in shown:
         strange = {letter for letter in text if not letter.isprintable() and letter not in "\n\t"}
         assert not strange and "\\x1b" in text and "\\u202e" in text, strange
@@ -797,10 +795,12 @@ def test_code_and_quotes():
 # --- its head -------------------------------------------------------------------------------------
 
 
-def test_the_parsers_of_calls_and_thoughts_are_named(made):
-    known = parser_words(families()["glm4_moe"])
-    assert known == "`--enable-auto-tool-choice --tool-call-parser glm45 --reasoning-parser glm45`"
-    assert parser_words(families()["mimo"]) == ""
+def test_the_parsers_of_calls_and_thoughts_are_named(made, tmp_path):
+    known = "`--enable-auto-tool-choice --tool-call-parser glm45 --reasoning-parser glm45`"
+    chats = shutil.copytree(made, tmp_path / "chats")
+    (chats / "chat_template.jinja").write_text("{{ tools }}")
+    for folder, parsers in ((chats, known), (made, "")):
+        assert card._facts(folder, reports.bare(), NO_BASE_MODEL, {}).parsers == parsers
     text = card_of(made, whole(), parsers=known)
     assert f"| Parsers | {known} |" in text
     assert "divergence from the source" not in text

@@ -15,7 +15,7 @@ from data_files import json_of
 from evaluations import COPY, Answers, evaluation
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import Identity
-from keepmtp.checkpoints.source import open_source
+from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.cli.measured import calibrated as calibration_found
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
@@ -117,9 +117,9 @@ def pages(tmp_path_factory) -> dict[str, FullReport]:
     }
 
 
-def save(folder: Path, found: CheckData, **opened: Any) -> Path:
+def save(folder: Path, found: CheckData, opened: Source | None = None) -> Path:
     """report.json of a check alone."""
-    data = check_data(found, **opened)
+    data = check_data(found, opened)
     return write(folder, assemble(data, vllm=reports.VLLM, made_at=reports.AT))
 
 
