@@ -63,14 +63,6 @@ def test_acceptance(end, tmp_path, number, after):
         assert "stopped by" in said and not [*tmp_path.glob("keepmtp-*")]
 
 
-@pytest.mark.full
-@each_signal
-@pytest.mark.parametrize("after", [0.0, 1.0], ids=["a server starts", "it answers"])
-def test_eval(end, tmp_path, number, after):
-    command = f"eval {GLM} --only tasks --recipe tiny-glm4-moe --source none --out {tmp_path}/out"
-    end(command, SERVER, number, after=after)
-
-
 @pytest.mark.few(1)
 @outright
 def test_check_on_a_pretended_gpu(end, number):

@@ -16,7 +16,6 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import check
 from releases import source_layout
 from writing import tiny, weights_of, written
 
@@ -94,27 +93,6 @@ def test_sizes_that_config_does_not_have_are_refused_by_name(tmp_path):
         checkpoint.config[key] = value
         with pytest.raises(CheckpointError, match=rf"layers\.0\.self_attn\.qkv_proj|json: {key}"):
             make_plan(recipe, open_source(write(tmp_path / key, checkpoint)))
-
-
-def test_another_form_of_the_matrix_is_named(tmp_path):
-    """vLLM puts the rows in order in one form only: vllm #42803."""
-    plain = released("mimo-v2.5")
-    plain.take(r".*self_attn\.qkv_proj\.weight_scale_inv")
-    plain.retype(r".*self_attn\.qkv_proj\.weight", "BF16")
-    renamed = released("mimo-v2.5")
-    renamed.rename(r"(.*self_attn\.qkv_proj\.weight_scale)_inv", r"\1")
-    for checkpoint, severity, words in (
-        (plain, "warning", "reads in another order"),
-        (renamed, "error", "never loads without scales"),
-    ):
-        findings = check(write(tmp_path / severity, checkpoint)).findings
-        where = set()
-        for finding in findings:
-            if finding.rule == "rows":
-                where.add(finding.where)
-                assert finding.severity == severity and words in finding.says
-                assert "q_proj, k_proj and v_proj" in finding.cure
-        assert "model.layers.0.self_attn.qkv_proj.weight" in where
 
 
 def test_pro_has_eight_slices_and_no_tower():

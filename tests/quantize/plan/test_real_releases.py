@@ -80,35 +80,6 @@ def test_a_table_in_fp8_without_its_scale_is_refused(tmp_path):
         plan_of(checkpoint, "qwen3.8-flash-next", tmp_path)
 
 
-def in_bf16(checkpoint: Checkpoint) -> None:
-    checkpoint.retype(rf"{re.escape(TABLE)}\.shard_\d+\.weight", "BF16")
-
-
-def not_told(checkpoint: Checkpoint) -> None:
-    """NVFP4 of the release with the table left in FP8: vLLM builds what modelopt excludes in
-    BF16.
-    """
-    scheme = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    checkpoint.config["quantization_config"] = scheme | {"config_groups": {}, "ignore": []}
-
-
-@pytest.mark.parametrize(
-    "change, leaf",
-    [
-        (lose(rf"{re.escape(TABLE)}\.weight_scale"), "weight_scale"),
-        (in_bf16, "shard_0.weight"),
-        (not_told, "shard_0.weight"),
-    ],
-)
-def test_a_table_that_vllm_builds_otherwise_is_one_finding(change, leaf, tmp_path):
-    """The twins."""
-    checkpoint = qwen38_fp8()
-    change(checkpoint)
-    findings = check(as_source(checkpoint, tmp_path)).findings
-    (finding,) = (each for each in findings if each.rule == "table")
-    assert finding.where == f"{TABLE}.{leaf}" and "vLLM builds" in finding.says
-
-
 def test_a_table_in_fp8_keeps_its_bytes(tmp_path):
     """A whole run: written, checked, and its values read."""
     source = qwen38_fp8()

@@ -879,6 +879,7 @@ test_interleaved_rows_are_put_in_order = finds(
         lose(SCALES),
         where="model.layers.0.self_attn.qkv_proj.weight",
         says="never loads without scales",
+        cure="q_proj, k_proj and v_proj",
         among=True,
     ),
     case(
@@ -889,6 +890,7 @@ test_interleaved_rows_are_put_in_order = finds(
         severity="warning",
         where="model.layers.0.self_attn.qkv_proj.weight",
         says="in another order",
+        cure="q_proj, k_proj and v_proj",
         among=True,
     ),
 )
@@ -941,6 +943,12 @@ test_schemes_are_known = finds(
 
 
 NGRAMS = re.escape(TABLE)
+NO_GROUPS = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {},
+    "ignore": [],
+}
 
 
 test_table_is_as_built = finds(
@@ -961,6 +969,14 @@ test_table_is_as_built = finds(
         where=f"{TABLE}.shard_0.weight",
         cure="ple_embedding_dtype",
         count=2,
+    ),
+    case(
+        "a table in FP8 that modelopt's config excluded",
+        qwen38_fp8,
+        config("quantization_config", NO_GROUPS),
+        where=f"{TABLE}.shard_0.weight",
+        says="vLLM builds",
+        among=True,
     ),
     case("a table in NVFP4", qwen38_nvfp4, found=[]),
     case(

@@ -349,14 +349,6 @@ def test_platinum_draws_its_shots_from_the_questions(hub):
         assert item.prompt.count(row["question"]) == 1
 
 
-def test_a_hub_dataset_without_the_fields(hub):
-    rows = 4 * b'{"question": "How many?", "solution": "1"}\n'
-    hub.commit("datasets/openai/gsm8k", {"main/train.jsonl": rows, "main/test.jsonl": rows})
-    says = "openai/gsm8k: must hold rows .*; got UndefinedError: 'answer' is undefined"
-    with pytest.raises(KeepMTPError, match=says):
-        questions(Evaluation(shots=3))
-
-
 def test_a_gated_dataset_says_what_to_do(hub):
     """The Hub's own answer to who has not accepted the terms."""
     words = {
