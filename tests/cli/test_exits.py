@@ -18,16 +18,12 @@ from processes import until
 MODEL = str(GLM)
 RUN = "from keepmtp.cli import exits\nexits.run({command}, how_to_go_on='Do it again')\n"
 
-# `keepmtp quantize`, with something else in the place of its plan.
-WAITING = """
-import sys, time
+# `keepmtp quantize`, with a question in the place of its plan.
+ASKING = """
+import sys, typer
 from keepmtp import pipeline
 from keepmtp.cli import main
-
-def wait(*words, **kept):
-    {doing}
-
-pipeline.plan_for = wait
+pipeline.plan_for = lambda *_, **__: typer.confirm("Go on?")
 sys.argv = ["keepmtp", "quantize", "tiny-glm4-moe"]
 main.main()
 """
@@ -152,15 +148,6 @@ def signalled(code: str, folder: Path, number: signal.Signals) -> tuple[int, str
     return running.returncode, said
 
 
-@each_signal
-def test_a_stopped_command_says_how_to_go_on(number, tmp_path):
-    code = WAITING.format(doing="open('begun', 'w').close(); time.sleep(60)")
-    ended, said = signalled(code, tmp_path, number)
-    assert ended == 128 + number, said
-    assert said.startswith("stopped by ") and said.count("\n") == 1
-    assert said.endswith("The same command goes on where this one stopped.\n")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_finalizer_is_not_lost(number):
     """Python drops what is raised there, as in the callback that ends an import."""
@@ -197,9 +184,8 @@ def test_a_reader_that_went_away_is_no_error():
 
 def test_ctrl_c_at_a_question():
     leader, follower = pty.openpty()
-    words = [sys.executable, "-c", WAITING.format(doing="__import__('typer').confirm('Go on?')")]
     os.write(leader, b"\x04")
-    done = captured(words, stdin=follower, status=130)
+    done = captured([sys.executable, "-c", ASKING], stdin=follower, status=130)
     assert "stopped by Ctrl-C" in done.stderr, done.stderr
 
 

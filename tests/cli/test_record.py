@@ -18,7 +18,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.source_of import recorded_source
 from keepmtp.cli.session import recorder
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.facts.results import file_of, read_result, report_folder
+from keepmtp.validate.facts.results import read_result, report_folder
 from keepmtp.validate.report.report import JSON_FILE, read_json, verify
 
 
@@ -93,22 +93,6 @@ def test_a_checkpoint_with_errors_has_a_record_too(folder):
     ran(f"check {folder} --record", status=1)
     full = verify(report_folder(folder))
     assert full.judgement is not None and full.judgement.verdict == "regression"
-
-
-@pytest.mark.full
-def test_results_of_other_bytes_are_refused_before_the_work(tmp_path):
-    """A checkpoint that was made anew under its name."""
-    folder = tmp_path / "glm"
-    evidence = measured.measured(folder)
-    (folder / "generation_config.json").write_text("{}")
-    done = keepmtp(f"check {folder} --record")
-    assert done.returncode == 2 and done.stdout == "" and not (evidence / JSON_FILE).exists()
-    assert "eval.json: must be measured on the same bytes" in done.stderr
-    assert "Remove it, and measure" in done.stderr
-    for name in ("serve", "eval"):
-        file_of(evidence, name).unlink()
-    ran(f"check {folder} --record")
-    assert verify(evidence).serve is None
 
 
 def test_the_source_is_a_folder_with_the_recorded_files(folder, tmp_path):

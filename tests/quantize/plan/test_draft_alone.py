@@ -140,16 +140,6 @@ def test_for_a_target_in_native_blocks(model, tmp_path):
         plan_for(str(other), draft_for=str(release), mtp="bf16")
 
 
-def test_other_native_fp8_is_not_written(tmp_path):
-    """One scale a tensor is no block: the sentence says so before a byte is written."""
-    target = released("deepseek-v3.1")
-    target.config["quantization_config"].pop("weight_block_size")
-    place = str(write(tmp_path / "target", target))
-    release = str(write(tmp_path / "release", released("deepseek-v3.1")))
-    with pytest.raises(GateError, match="in the dialect fp8, which keepmtp does not write"):
-        plan_for(release, draft_for=place, mtp="source")
-
-
 def test_native_blocks_are_for_a_draft_alone():
     recipe = plan_for(str(GLM), scheme="FP8_DYNAMIC")[0].recipe
     with pytest.raises(RecipeError, match="format: fp8 is for a draft alone"):

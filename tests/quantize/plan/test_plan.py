@@ -101,13 +101,19 @@ PLAIN = dict.fromkeys(GROUPS, "bf16")
         (
             "re:.*\\.up_proj",
             "W4A16_ASYM",
-            "W4A16_ASYM needs N divisible by 8.*got N=100 in model.layers.0.mlp.up_proj.weight",
+            "W4A16_ASYM needs N divisible by 8.*got N=100 in model.layers.0.mlp.(gate|up)_proj",
+        ),
+        (
+            "re:model.layers.0.mlp.(gate|up)_proj",
+            "FP8_BLOCK",
+            "needs N divisible by 128 where modules are fused; got N=100",
         ),
     ],
 )
 def test_an_override_that_vllm_cannot_load_is_refused(modules, scheme, says, tmp_path):
     override = {"modules": modules, "scheme": scheme}
     sizes = {"down_proj": ("BF16", (256, 96)), "up_proj": ("BF16", (100, 256))}
+    sizes["gate_proj"] = sizes["up_proj"]
     tensors = source_layout("glm-4.7")[1]
     tensors |= {f"model.layers.0.mlp.{name}.weight": spec for name, spec in sizes.items()}
     with pytest.raises(RecipeError, match=says):
