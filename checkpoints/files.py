@@ -77,15 +77,15 @@ def refuse_name(path: Path) -> None:
     Raises:
         CheckpointError: its bytes are no UTF-8.
     """
+    _encoded(str(path), path, "every name must be UTF-8", "Rename it")
+
+
+def _encoded(text: str, path: Path, rule: str, cure: str) -> bytes:
     try:
-        os.fspath(path).encode()
+        return text.encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(
-            path,
-            "every name must be UTF-8",
-            got=ascii(error.object[error.start : error.end]),
-            cure="Rename it",
-        ) from error
+        got = ascii(text[error.start : error.end])
+        raise CheckpointError(path, rule, got=got, cure=cure) from error
 
 
 def refuse_strange(path: Path, *, below: bool = False, is_alone: bool = False) -> None:
@@ -186,15 +186,7 @@ def write_whole(path: Path, text: str) -> Path:
         CheckpointError: the folder cannot be written to, or the text has a name whose bytes are no
             UTF-8.
     """
-    try:
-        raw = text.encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(
-            path,
-            "every name in it must be UTF-8",
-            got=ascii(text[error.start : error.end]),
-            cure="Rename what is called so",
-        ) from error
+    raw = _encoded(text, path, "every name in it must be UTF-8", "Rename what is called so")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with making(path) as partial, open(partial, "xb") as file:

@@ -208,11 +208,9 @@ def _scheme_of(group: GivenGroup) -> str:
     """The scheme whose arguments a group has; "" for none, as with an order of channels."""
     if group.weights is not None and group.weights.is_reordered:
         return ""
-    given = [filled(group.weights), filled(group.input_activations)]
+    given = _arguments(group)
     for name, scheme in SCHEMES.items():
-        weights = GivenArguments.model_validate(scheme.weights)
-        inputs = GivenArguments.model_validate(scheme.inputs or {})
-        if given == [filled(weights), filled(inputs)]:
+        if given == _arguments(GivenGroup.model_validate(scheme.config_group())):
             return name
     return ""
 
@@ -261,8 +259,7 @@ def _built(group: GivenGroup, format_: str | None, *, is_experts: bool) -> Resol
     """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception
     it raises.
     """
-    weights = filled(group.weights)
-    inputs = filled(group.input_activations)
+    weights, inputs = _arguments(group)
     if group.weights is None or weights is None:
         return plain()
     wrong = _wrong(weights) or _wrong(inputs)
@@ -324,7 +321,12 @@ def _wrong(given: GivenArguments | None) -> str:
     return f"ValidationError: QuantizationArgs({given})"
 
 
-def filled(given: GivenArguments | None) -> GivenArguments | None:
+def _arguments(group: GivenGroup) -> tuple[GivenArguments | None, GivenArguments | None]:
+    """How weights and inputs are quantized."""
+    return _filled(group.weights), _filled(group.input_activations)
+
+
+def _filled(given: GivenArguments | None) -> GivenArguments | None:
     """Arguments with their strategy; of an order of channels they say nothing any more."""
     if given is None or not given.model_fields_set:
         return None
