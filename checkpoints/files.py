@@ -71,13 +71,35 @@ def within(folder: Path, name: str) -> Path:
     return path
 
 
-def refuse_name(path: Path) -> None:
-    """Refuse a name that no JSON file can hold.
+def own_files(folder: Path) -> Iterator[Path]:
+    """The files of a checkpoint, and links to files. Hidden ones and `*.partial` belong to tools.
 
     Raises:
-        CheckpointError: its bytes are no UTF-8.
+        CheckpointError: a folder that cannot be read, a link to one, or a name that no JSON file
+            can hold: its bytes are no UTF-8.
     """
-    _encoded(str(path), path, "every name must be UTF-8", "Rename it")
+
+    def refuse(error: OSError) -> None:
+        raise CheckpointError(
+            error.filename, "must be readable", got=error.strerror, cure="Check its permissions"
+        )
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            path = Path(root, name)
+            if path.is_symlink():
+                raise CheckpointError(
+                    path,
+                    "must be a file or a folder of its own",
+                    got="a link to a folder",
+                    cure="Replace it by the folder",
+                )
+        for name in names:
+            if not name.startswith(".") and not name.endswith(".partial"):
+                path = Path(root, name)
+                _encoded(str(path), path, "every name must be UTF-8", "Rename it")
+                yield path
 
 
 def _encoded(text: str, path: Path, rule: str, cure: str) -> bytes:

@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from ..recipes.errors import CheckpointError
 from ..recipes.frozen import Advance, Bar, unwatched
 from .fact import Count, Fact
-from .files import naming_file, refuse_name, refuse_strange, write_whole
+from .files import naming_file, own_files, refuse_strange, write_whole
 from .record import RECORD, is_draft_alone
 from .safetensors_file import open_regular
 
@@ -243,36 +243,15 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
             got="no config.json",
             cure="Name the folder of a checkpoint",
         )
-
-    def refuse(error: OSError) -> None:
-        raise CheckpointError(
-            error.filename, "must be readable", got=error.strerror, cure="Check its permissions"
-        )
-
     files = dict[str, _Seen]()
-    for root, folders, names in os.walk(os.path.abspath(folder), onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in folders:
-            path = Path(root, name)
-            if path.is_symlink():
-                raise CheckpointError(
-                    path,
-                    "must be a file or a folder of its own",
-                    got="a link to a folder",
-                    cure="Replace it by the folder",
-                )
-        for name in names:
-            if name.startswith(".") or name.endswith(".partial"):
-                continue
-            path = Path(root, name)
-            refuse_name(path)
-            with open_regular(path, path, cure="Restore it, or move it away") as file:
-                state = os.fstat(file.fileno())
-            seen = _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
-            before = known.get(str(path), seen)
-            if (before.num_bytes, before.mtime_ns) == (seen.num_bytes, seen.mtime_ns):
-                seen = before
-            files[str(path)] = seen
+    for path in own_files(Path(os.path.abspath(folder))):
+        with open_regular(path, path, cure="Restore it, or move it away") as file:
+            state = os.fstat(file.fileno())
+        seen = _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+        before = known.get(str(path), seen)
+        if (before.num_bytes, before.mtime_ns) == (seen.num_bytes, seen.mtime_ns):
+            seen = before
+        files[str(path)] = seen
     return files
 
 

@@ -23,8 +23,8 @@ from ..checkpoints.files import (
     making,
     naming_file,
     note_on_links,
+    own_files,
     partial_path,
-    refuse_name,
     refuse_small_disk,
     within,
 )
@@ -181,24 +181,21 @@ def kept_files(source: Source) -> tuple[str, ...]:
 
     Raises:
         CheckpointError: one is a link out of the folder, or to nowhere. A shard may be one: its
-            header was read.
+            header was read. Or see `own_files`.
     """
     if source.folder is None:
         return ()
     kept = []
     # Its own Python too: it is a person's own copy on his own disk, nothing in it is run, and
     # `publish` asks again what may travel.
-    for root, folders, names in os.walk(source.folder):  # it passes over folders that are links
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for leaf in names:
-            name = str(Path(root, leaf).relative_to(source.folder))
-            # The record and the recipe say how the old folder was made; the new one was not.
-            if leaf.startswith(".") or leaf.endswith(".partial") or name in (RECORD, RECIPE):
-                continue
-            refuse_name(source.folder / name)
-            if not name.endswith(".safetensors") or name not in source.states:
-                inside(source.folder, name)
-            kept.append(name)
+    for path in own_files(source.folder):
+        name = str(path.relative_to(source.folder))
+        # The record and the recipe say how the old folder was made; the new one was not.
+        if name in (RECORD, RECIPE):
+            continue
+        if not name.endswith(".safetensors") or name not in source.states:
+            inside(source.folder, name)
+        kept.append(name)
     return tuple(sorted(kept))
 
 

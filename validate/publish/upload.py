@@ -22,7 +22,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoints.companions import companions_among
 from ...checkpoints.dialects.runtime_view import RuntimeView
-from ...checkpoints.files import held
+from ...checkpoints.files import held, own_files
 from ...checkpoints.hub_client import HubError
 from ...checkpoints.identity import (
     Identity,
@@ -140,9 +140,8 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
         CheckpointError, GateError: as `prepare`.
     """
     # What a link leads to may be private, or another file a minute later.
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_symlink() and not is_hidden:
+    for path in sorted(own_files(folder)):
+        if path.is_symlink():
             raise CheckpointError(
                 path,
                 "only the folder's own files are published",
