@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...recipes.family import VLLMName
 from ...recipes.forms import E8M0, FLOATS, FORMS, FP8
 from ..stored import Form
-from .dialect import PLAIN, UNKNOWN, Refusal, Resolution, VLLMModule
+from .dialect import PLAIN, UNKNOWN, Kind, Refusal, Resolution, VLLMModule
 
 # The groups of Marlin's kernel for routed experts (quantization/utils/marlin_utils.py).
 MARLIN_GROUPS = (-1, 32, 64, 128)
@@ -89,6 +90,18 @@ def named(
     `left_out`.
     """
     return left_out((module,), hit, "") or left_out(shards, hit, error.format(module))
+
+
+def parts_of(
+    name: str, kind: Kind, fused: Mapping[str, Sequence[str]], projections: Sequence[str]
+) -> tuple[VLLMName, ...]:
+    """The parts of a fused module, by those of its last component; of experts those of the first,
+    which a server asks about for all of them.
+    """
+    stem, dot, last = name.rpartition(".")
+    if kind == "experts":
+        return tuple(VLLMName(f"{name}.0.{projection}") for projection in projections)
+    return tuple(VLLMName(stem + dot + part) for part in fused.get(last, ()))
 
 
 def skipped(module: str, shards: Sequence[str], entries: Sequence[str]) -> Resolution | None:

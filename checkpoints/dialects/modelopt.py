@@ -41,7 +41,7 @@ from .dialect import (
     VLLMModule,
 )
 from .given import ModelOptGiven, Raw, read_given
-from .matching import FUSED, plain, raises, registers, skipped
+from .matching import FUSED, parts_of, plain, raises, registers, skipped
 from .modules import NamedModule, RuntimeModule, runtime_modules
 
 MIXED = "MIXED_PRECISION"
@@ -149,11 +149,8 @@ class ModelOpt(Dialect):
         for name in spellings:
             if name in layers:
                 return name, layers[name]
-        if not shards:
-            parent, _, last = module.rpartition(".")
-            shards = [f"{parent}.{part}" for part in FUSED.get(last, ())]
         named = dict[str, str]()
-        for shard in shards:
+        for shard in shards or parts_of(module, "linear", FUSED, ()):
             for name in _spellings(shard):
                 if name in layers:
                     named[name] = layers[name]

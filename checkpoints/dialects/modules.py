@@ -11,10 +11,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView, Place
-from ...recipes.frozen import frozen
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,8 +39,7 @@ class NamedModule:
     spelled: Spellings
 
 
-@frozen
-class RuntimeModule:
+class RuntimeModule(NamedTuple):
     """One module whose quantization vLLM decides by name.
 
     Attributes:
@@ -52,9 +51,9 @@ class RuntimeModule:
     """
 
     name: VLLMName
-    scheme: str
-    members: tuple[HFName, ...]
-    asked: tuple[str, ...]
+    scheme: str = ""
+    members: tuple[HFName, ...] = ()
+    asked: tuple[str, ...] = ()
 
 
 def named_modules(view: FamilyView, matrices: Iterable[tuple[Place, str]]) -> list[NamedModule]:
@@ -76,23 +75,15 @@ def named_modules(view: FamilyView, matrices: Iterable[tuple[Place, str]]) -> li
 
 def runtime_modules(modules: Iterable[NamedModule]) -> list[RuntimeModule]:
     """Every module that vLLM may ask its quantization config about, by its fused runtime name."""
-    fused: dict[VLLMName, list[NamedModule]] = defaultdict(list)
+    fused = dict[VLLMName, RuntimeModule]()
     for module in modules:
-        fused[module.place.runtime].append(module)
-    found = list[RuntimeModule]()
-    for name, parts in fused.items():
-        members = list[HFName]()
-        asked = dict[str, None]()
-        for part in parts:
-            if part.place.role != "experts":
-                members.append(part.place.module)
-            asked |= dict.fromkeys(concrete(part.spelled))
-        found.append(
-            RuntimeModule(
-                name=name, scheme=parts[-1].scheme, members=tuple(members), asked=tuple(asked)
-            )
-        )
-    return found
+        name = module.place.runtime
+        _, _, members, asked = fused.get(name, RuntimeModule(name))
+        if module.place.role != "experts":
+            members += (module.place.module,)
+        asked = dict.fromkeys((*asked, *concrete(module.spelled)))
+        fused[name] = RuntimeModule(name, module.scheme, members, tuple(asked))
+    return [*fused.values()]
 
 
 def spell(view: FamilyView, place: Place) -> Spellings:

@@ -14,7 +14,7 @@ stacked in three dimensions, without `.weight` in their name.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os.path import commonprefix
@@ -37,7 +37,7 @@ from .compressed_tensors import CompressedTensors
 from .dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect, VLLMModule
 from .given import Raw
 from .gptq import Gptq, scheme_of
-from .matching import FUSED, plain
+from .matching import FUSED, parts_of, plain
 from .modelopt import ModelOpt
 from .patterns import time_limit
 
@@ -273,8 +273,8 @@ class StoredView:
         answer = self.dialect.resolve(name, shards=shards, kind=kind)
         for fused, parts in _FUSED.items():
             if kind == "linear" and last in parts:
-                names = [VLLMName(f"{stem}.{part}") for part in parts]
                 whole = VLLMName(f"{stem}.{fused}")
+                names = parts_of(whole, kind, _FUSED, ())
                 together = self.dialect.resolve(whole, shards=names, kind=kind)
                 # Only a family knows which of the two vLLM asks about.
                 if (together.built, bool(together.error)) != (answer.built, bool(answer.error)):
@@ -309,18 +309,6 @@ def of_bits(weight: StoredWeight, built: VLLMModule) -> StoredWeight:
 def described(entry: Entry) -> StoredWeight:
     """A tensor of another kind as a plain weight."""
     return StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
-
-
-def parts_of(
-    name: str, kind: Kind, fused: Mapping[str, Sequence[str]], projections: Sequence[str]
-) -> tuple[VLLMName, ...]:
-    """The parts of a fused module, by those of its last component; of experts those of the first,
-    which a server asks about for all of them.
-    """
-    stem, dot, last = name.rpartition(".")
-    if kind == "experts":
-        return tuple(VLLMName(f"{name}.0.{projection}") for projection in projections)
-    return tuple(VLLMName(stem + dot + part) for part in fused.get(last, ()))
 
 
 @dataclass(frozen=True)

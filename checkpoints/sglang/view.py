@@ -20,10 +20,10 @@ from ...recipes.family_view import FamilyView, Place
 from ...recipes.frozen import Raw
 from ..dialects.compressed_tensors import CompressedTensors
 from ..dialects.dialect import Resolution, VLLMModule
-from ..dialects.matching import plain
+from ..dialects.matching import parts_of, plain
 from ..dialects.modelopt import ModelOpt
 from ..dialects.quark import Quark
-from ..dialects.runtime_view import KINDS, parts_of
+from ..dialects.runtime_view import KINDS
 from .names import entry_renames, sglang_model, sglang_module, sglang_stem
 from .reading import SglangReader, fixed, read
 
