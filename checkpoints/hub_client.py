@@ -56,15 +56,6 @@ class Patience:
         self.seconds = DEFAULT_SECONDS
         self.silences = 0
 
-    def silence(self) -> HubError:
-        """The refusal for a Hub that does not answer in time."""
-        return HubError(
-            constants.ENDPOINT,
-            "the Hub must answer",
-            got=f"no whole answer within {self.seconds:g} s",
-            cure=f"{AGAIN}. {SETTING} sets the seconds",
-        )
-
 
 PATIENCE = Patience()
 
@@ -142,16 +133,16 @@ def _after(response: httpx.Response) -> None:
     """After each answer's header: what the Hub says about when to come again, before
     huggingface_hub obeys it.
     """
-    after = response.headers.get("Retry-After", "").strip()
+    asked = seconds_to_wait(response)
     if response.status_code not in BUSY:
         if response.request.method == "PUT":
             response.read()  # another part of an upload has arrived
             PATIENCE.silences = 0
-    elif after.isdigit() and int(after) > LONGEST_WAIT_SECONDS:
+    elif asked is not None and asked > LONGEST_WAIT_SECONDS:
         raise HubError(
             constants.ENDPOINT,
             f"the Hub must answer within {LONGEST_WAIT_SECONDS} s",
-            got=f"{response.status_code}: wait {after} s",
+            got=f"{response.status_code}: wait {asked} s",
             cure=f"{AGAIN} after that time: what has arrived is not sent twice",
         )
 
@@ -176,9 +167,14 @@ def _failures() -> Iterator[None]:
         yield
     except httpcore.TimeoutException as error:
         PATIENCE.silences += 1
-        if PATIENCE.silences >= SILENCES:
-            raise PATIENCE.silence() from error
-        raise
+        if PATIENCE.silences < SILENCES:
+            raise
+        raise HubError(
+            constants.ENDPOINT,
+            "the Hub must answer",
+            got=f"no whole answer within {PATIENCE.seconds:g} s",
+            cure=f"{AGAIN}. {SETTING} sets the seconds",
+        ) from error
 
 
 class _Backend(httpcore.SyncBackend):

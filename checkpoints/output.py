@@ -43,9 +43,7 @@ def refuse_place(source: Source, out: Path) -> None:
     """
     found = ""
     faults = list[tuple[str, str]]()
-    if out.is_symlink():
-        found = "a link"
-    elif out.exists() and not out.is_dir():
+    if out.exists() and not out.is_dir():
         found = "a file"
     elif out.is_mount():
         found = "the root of a disk"

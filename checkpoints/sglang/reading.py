@@ -29,7 +29,7 @@ from ..dialects.choose import NO_METHOD, method_of
 from ..dialects.compressed_tensors import CompressedTensors, read_compressed_tensors
 from ..dialects.dialect import PLAIN, UNKNOWN, Dialect, Kind, Resolution, UnknownDialect
 from ..dialects.fp8 import Fp8, read_fp8
-from ..dialects.matching import FUSED, MXFP4, SHARDS_DIFFER, left_out, plain, raises
+from ..dialects.matching import FUSED, MXFP4, SHARDS_DIFFER, left_out, plain, raises, skipped
 from ..dialects.modelopt import FOUR_BITS, MIXED, ModelOpt, inverse_blocks, read_modelopt
 from ..dialects.quark import Quark, read_quark
 from .names import entry_renames, sglang_model
@@ -176,13 +176,13 @@ def _modelopt(raw: Raw, rename: Renamer) -> SglangReader:
 def _of_modelopt(
     found: ModelOpt, exclude: Sequence[str], name: VLLMName, shards: Shards, kind: Kind
 ) -> Resolution:
-    skipped = None
+    answer = None
     if kind != "experts":
-        skipped = _skipped(name, shards, exclude)
+        answer = _skipped(name, shards, exclude)
     pattern = _excluding_entry(exclude, name)
-    if skipped is None and pattern is not None:
-        skipped = plain(pattern)
-    answer = skipped or found.resolve(name, shards=shards, kind=kind)
+    if answer is None and pattern is not None:
+        answer = plain(pattern)
+    answer = answer or found.resolve(name, shards=shards, kind=kind)
     # Of MIXED_PRECISION, linear modules too have the blocks of native FP8, and none a scale a row.
     if answer.built.form == "fp8_block":
         return answer._replace(built=inverse_blocks(found.block, found.block))
@@ -232,9 +232,9 @@ def _skipped(module: str, shards: Sequence[str], entries: Sequence[str]) -> Reso
     last = module.rpartition(".")[2]
     shards = shards or [module.replace(last, part) for part in FUSED.get(last, ())]
     if not shards and "experts" in module:
-        for entry in entries:
-            if "experts" in entry and module in entry:
-                return plain(entry)
+        answer = skipped(module, (), entries)
+        if answer is not None:
+            return answer
     hit = partial(_entry_below, entries)
     return left_out(shards or (module,), hit, SHARDS_DIFFER.format(module))
 

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from ...checkpoints.dialects.choose import quantization_of
 from ...checkpoints.dialects.dialect import Resolution, UnknownDialect
 from ...checkpoints.dialects.layouts import layout_problem, leaves_built, manner
 from ...checkpoints.dialects.runtime_view import Member, RuntimeView
@@ -52,8 +51,7 @@ _OF_THE_BLOCK = (
 
 def judge(runtime: RuntimeView) -> Objections:
     """All rules, on one view."""
-    raw = quantization_of(runtime.view.config) or runtime.hf_quant_config
-    build = SglangBuild(runtime.view, raw)
+    build = SglangBuild(runtime.view, runtime.given.raw or None)
     for rule in RULES:
         yield from rule(runtime, build)
 
