@@ -227,7 +227,7 @@ def quantize(
     """Carry out a plan: download, calibrate, write, check, and give the folder its final name.
 
     Args:
-        plan: from `plan_for`. The plan of a Hub repository is made again when its files are here.
+        plan: from `plan_for`.
         recipe_text: is written into the checkpoint, unless a search finds another one.
         out: the output folder; one that an earlier run with this plan has finished is kept. It is
             called `<out>.partial` until it is whole and has passed its check, of headers and of
@@ -332,23 +332,15 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
         refusal = backbone_refusal(plan)
         if refusal is not None:
             raise refusal
-    fetch = progress.download or download
+    read = plan.source
     if plan.changed_only:
-        local = fetch(read_for_changes(plan))
-        here = replace(plan.source, folder=local.folder, states=local.states)
-        plan = replace(plan, source=here)
-        refuse_output(plan, out)
+        read = read_for_changes(plan)
+    fetch = progress.download or download
+    local = fetch(read)
+    if local is read:
         return plan
-    local = fetch(plan.source)
-    if local is plan.source:
-        return plan
-    again = plan_before_measuring(plan.recipe, local)
-    plan = replace(
-        again,
-        target=plan.target,
-        shard_bytes=plan.shard_bytes,
-        trust_remote_code=plan.trust_remote_code,
-    )
+    here = replace(plan.source, folder=local.folder, states=local.states)
+    plan = replace(plan, source=here)
     # What was downloaded may have taken the room of the output.
     refuse_output(plan, out, calibration=None if plan.needs_batches else "")
     return plan
