@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
+from ..checkpoints.safetensors_file import total_bytes
 from ..checkpoints.source import Source, donor_files
 from ..quantize.needs.kv_cache import kv_bytes
 from ..quantize.needs.needs import Machine, lines, machine_of, needs_of
@@ -197,7 +198,7 @@ def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
     if plan.changed_only:
         repo = plan.source.where
-        size = size_in_words(plan.num_bytes_written)
+        size = size_in_words(total_bytes(plan.written))
         upload = shlex.join(("hf", "upload", repo, str(folder), ".", "--create-pr"))
         return Text(f"{printable(str(folder))}: {size} for {repo}. Propose it:\n  {upload}")
     words = [str(folder)]

@@ -39,7 +39,7 @@ def refuse_full_disk(plan: Plan, out: Path, *, with_calibration: bool) -> None:
     # What a killed run left is on the disk already, and is written over or kept.
     needed = output_bytes(plan) - _bytes_in(partial_path(out))
     if plan.source.folder is not None and can_link(plan.source.folder, out):
-        needed -= plan.num_bytes_linked
+        needed -= total_bytes(plan.linked)
     if with_calibration:
         states = calibration_bytes(plan) - _bytes_in(calibration_folder(out))
         needed += max(0, states)
@@ -55,7 +55,7 @@ def output_bytes(plan: Plan) -> int:
         num_names += len(tensor.inputs)
     shards = plan.num_bytes_after
     if plan.changed_only:
-        shards = plan.num_bytes_written
+        shards = total_bytes(plan.written)
     return shards + plan.num_bytes_beside + num_names * _BYTES_A_NAME + _FIXED_BYTES
 
 

@@ -41,8 +41,7 @@ def refuse_no_draft(plan: Plan) -> None:
         RecipeError: says why it cannot be run.
     """
     family = plan.view.family
-    is_calibrated = any(tensor.calibrated for tensor in plan.mtp)
-    if family.draft is None and (is_calibrated or plan.recipe.measures_mtp):
+    if family.draft is None and (plan.may_calibrate_mtp or plan.recipe.measures_mtp):
         raise RecipeError(
             plan.recipe.name,
             "an MTP block that is calibrated or chosen must be one that can be run",

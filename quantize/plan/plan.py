@@ -200,16 +200,6 @@ class Plan:
             given[origin_of(entry)] += entry.num_bytes
         return given
 
-    @property
-    def num_bytes_linked(self) -> int:
-        """Bytes of the shards that are the source's."""
-        return total_bytes(self.linked)
-
-    @property
-    def num_bytes_written(self) -> int:
-        """Bytes of the other shards."""
-        return total_bytes(self.written)
-
     @cached_property
     def spelled(self) -> Mapping[HFName, Spelled]:
         """Outputs that the recipe's `format` writes otherwise, by their names in
@@ -724,11 +714,8 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
         elif SCHEMES[scheme].needs_calibration and tensor.role != "table":
             calibrated = "scales"
             reason += "; input scales from calibration data"
-        if calibrated or reason != tensor.reason:
-            tensor = tensor._replace(reason=reason, calibrated=calibrated)
-    if tuned is None or tensor.role in (*_NEVER_TRAINED, *tuned.frozen):
-        return tensor
-    if not _is_weight(tensor):
+        tensor = tensor._replace(reason=reason, calibrated=calibrated)
+    if tuned is None or tensor.role in (*_NEVER_TRAINED, *tuned.frozen) or not _is_weight(tensor):
         return tensor
     return tensor._replace(reason=f"{reason}; tuned", tuned=True)
 

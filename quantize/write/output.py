@@ -149,11 +149,11 @@ def is_finished(plan: Plan, out: Path) -> bool:
     A source folder counts as the same if none of its files was written to since the output was
     made.
     """
-    if out.is_symlink() or not (out / RECORD).is_file():
+    if out.is_symlink():
         return False
     try:
         record = read_record(out / RECORD)
-    except CheckpointError:
+    except CheckpointError:  # there is none, or a stranger's
         return False
     passed_over = {"evaluation", "gates"}
     if plan.recipe.mtp == AUTO:  # what it chose is one of its own outcomes

@@ -33,13 +33,10 @@ from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 from ..facts.vllm_env import VLLM
 from .versions import cache_folder
 
-_PACKAGE = Path(__file__).parent / "in_vllm"
-_CURES = Path(__file__).parent.parent / "keepmtp_cures"
+_FOLDER = Path(__file__).parent
 _LAUNCH = (
-    "import importlib.util as u, sys; p = sys.argv.pop(1); "
-    "s = u.spec_from_file_location('dryload', p + '/__init__.py', submodule_search_locations=[p]); "
-    "m = sys.modules['dryload'] = u.module_from_spec(s); s.loader.exec_module(m); "
-    "from dryload.server import main; main()"
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from in_vllm.server import main; "
+    "del sys.path[0]; main()"
 )
 _LOG_LINES = 6
 _LOG_TAIL = 1 << 16  # bytes
@@ -99,10 +96,9 @@ class DryLoader:
         self._vllm = vllm
         self._cache = ScratchFolder("keepmtp-dryload-")
         self._log = open(self._cache.path / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
-        words = [vllm.python, "-c", _LAUNCH, _PACKAGE, gpu, self._cache.path, _CURES]
+        words = [vllm.python, "-c", _LAUNCH, _FOLDER, gpu, self._cache.path]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         first = environment(_first_on_path(vllm, self._cache.path))
-        words = [str(word) for word in words]
         self._child = Child(words, environment=first, text=True, errors="replace", cwd="/", **pipes)
         self._process = self._child.process
 

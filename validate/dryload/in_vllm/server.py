@@ -1,7 +1,7 @@
 """The process that loads: it imports vLLM once for a GPU, then forks a child for every checkpoint.
 
-In: as arguments the GPU's name, a folder for what vLLM wants to write and that of keepmtp_cures; on
-standard input a JSON list of jobs a line.
+In: as arguments the GPU's name and a folder for what vLLM wants to write; on standard input a JSON
+list of jobs a line.
 Out: on standard output a JSON line for each job, in the order in which they end: {"id", "account"},
 or {"id", "died"} for a child that was killed or took too long. vLLM's own output goes to standard
 error.
@@ -35,7 +35,7 @@ FILE_BYTES = 256 << 20
 
 def main() -> None:
     """Serve jobs until standard input ends."""
-    gpu, cache, cures = sys.argv[1:]
+    gpu, cache = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints must not get into the answers
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
@@ -48,7 +48,7 @@ def main() -> None:
         while waiting or children:
             while waiting and len(children) < (os.cpu_count() or 1):
                 job = waiting.pop(0)
-                children[_fork(job, gpu, cache, cures)] = job["id"]
+                children[_fork(job, gpu, cache)] = job["id"]
             pid, status = os.wait()
             number = children.pop(pid)
             written = Path(cache, f"{number}.json")
@@ -102,7 +102,7 @@ def _prepare(gpu_name: str, cache: str) -> None:
     gc.freeze()
 
 
-def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
+def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
     """Start a child that loads, answers, and leaves without running the parent's exit handlers."""
     pid = os.fork()
     if pid:
@@ -116,9 +116,9 @@ def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
         number = job.pop("id")
         chosen = job.pop("cures")
         outcomes = dict[str, str]()
-        if chosen:  # cures of a package in that folder, which is not installed here
-            sys.path.insert(0, os.path.dirname(cures))
-            package = importlib.import_module(os.path.basename(cures))
+        if chosen:  # it lies beside this package, and is not installed here
+            sys.path.insert(0, str(Path(__file__).parents[2]))
+            package = importlib.import_module("keepmtp_cures")
             del sys.path[0]
             package.mend(chosen)
             outcomes = package.OUTCOMES
