@@ -68,7 +68,7 @@ def calibrated(fact: CalibrationFact) -> Iterator[RenderableType]:
     search = fact.search
     if search:
         yield (
-            f"Found for {search.budget}: {search.bytes:,} bytes, {search.bits:.2f} bits a weight; "
+            f"Found for {search.budget}: {search.bytes:,} bytes; "
             "the recipe is recipe.yaml in the output."
         )
         yield ""

@@ -34,7 +34,7 @@ from .blocks import (
     TextsOfMix,
     words_of,
 )
-from .budget import Budget, read_budget
+from .budget import read_budget
 from .conventions import Format
 from .errors import RecipeError, allowed_words, cure_of_key, did_you_mean, folded, plain_rule
 from .family import TABLE_ROLES
@@ -154,8 +154,8 @@ class Recipe(Frozen):
         return AUTO in self.backbone.values()
 
     @property
-    def size_limit(self) -> Budget:
-        """What `budget` says."""
+    def size_limit(self) -> int:
+        """What `budget` says, in bytes."""
         assert self.budget is not None, f"{self.name}: nothing is searched"
         return read_budget(self.budget)
 

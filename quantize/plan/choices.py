@@ -60,10 +60,9 @@ class Option:
 
     # The word as a recipe has it.
     word: str
-    # Bytes of its tensors on disk.
+    # Bytes of its tensors on disk, with their lines in headers and index; a little more than these
+    # take.
     num_bytes: int
-    # Bytes of their lines in headers and index; a little more than they take.
-    line_bytes: int
     # What the plan says of each of its weights then.
     tensors: tuple[TensorPlan, ...]
 
@@ -104,49 +103,23 @@ class Choices:
     fixed_bytes: int
 
     @cached_property
-    def num_weights(self) -> int:
-        """Of all units."""
-        return sum(unit.num_weights for unit in self.units)
-
-    @cached_property
-    def room(self) -> int:
-        """What the units may cost in all, see `cost`."""
-        limit = self.recipe.size_limit
-        if limit.num_bytes is not None:
-            return limit.num_bytes - self.fixed_bytes
-        assert limit.bits is not None
-        return int(limit.bits * self.num_weights / 8)
-
-    def cost(self, option: Option) -> int:
-        """What an option takes of the budget: under bits its tensors, under bytes their lines in
-        files too.
-        """
-        if self.recipe.size_limit.num_bytes is None:
-            return option.num_bytes
-        return option.num_bytes + option.line_bytes
-
-    @cached_property
     def smallest(self) -> dict[str, str]:
         """The words that cost least."""
-        return {unit.name: min(unit.options, key=self.cost).word for unit in self.units}
+        words = dict[str, str]()
+        for unit in self.units:
+            words[unit.name] = min(unit.options, key=attrgetter("num_bytes")).word
+        return words
 
     def _chosen(self, assignment: Assignment) -> list[Option]:
         return [unit.option(assignment[unit.name]) for unit in self.units]
 
     def fits(self, assignment: Assignment) -> bool:
         """Whether these words keep to the budget."""
-        return sum(self.cost(option) for option in self._chosen(assignment)) <= self.room
+        return self.num_bytes(assignment) <= self.recipe.size_limit
 
     def num_bytes(self, assignment: Assignment) -> int:
         """Bytes of all files of the checkpoint with these words; a little more than they are."""
-        total = self.fixed_bytes
-        for option in self._chosen(assignment):
-            total += option.num_bytes + option.line_bytes
-        return total
-
-    def bits(self, assignment: Assignment) -> float:
-        """Bits of weights and scales for each weight of the units."""
-        return 8 * total_bytes(self._chosen(assignment)) / max(1, self.num_weights)
+        return self.fixed_bytes + total_bytes(self._chosen(assignment))
 
     def uniform(self, word: str) -> dict[str, str]:
         """One word for all units that it suits; the others have their largest option."""
@@ -194,7 +167,7 @@ def choices_of(recipe: Recipe, source: Source) -> Choices:
             if _is_searched(tensor, recipe, words):
                 members[f"{tensor.part}:{tensor.runtime}"].append(tensor)
             else:
-                fixed += base.num_bytes_of(tensor) + _line_bytes(tensor)
+                fixed += _num_bytes(tensor, base)
         units = list[ChoiceUnit]()
         for name, tensors in members.items():
             units.append(_unit(name, tensors, words, weights, base))
@@ -212,10 +185,9 @@ def refuse_budget(choices: Choices) -> None:
     words = auto_of(choices.recipe).candidates
     alone = [f"{word} {choices.num_bytes(choices.uniform(word)):,}" for word in words]
     size = choices.num_bytes(choices.smallest)
-    bits = choices.bits(choices.smallest)
     raise RecipeError(
         choices.recipe.name,
-        f"budget must leave room for the smallest plan, {size:,} bytes ({bits:.2f} bits)",
+        f"budget must leave room for the smallest plan, {size:,} bytes",
         got=f"{choices.recipe.budget}; bytes with one word for all units are {', '.join(alone)}",
         cure="Raise budget, or add a smaller candidate to backbone_auto",
     )
@@ -285,8 +257,7 @@ def _unit(
         if made not in options:
             options[made] = Option(
                 word=word,
-                num_bytes=sum(base.num_bytes_of(tensor) for tensor in made),
-                line_bytes=sum(_line_bytes(tensor) for tensor in made),
+                num_bytes=sum(_num_bytes(tensor, base) for tensor in made),
                 tensors=made,
             )
     if not options:
@@ -307,8 +278,8 @@ def _unit(
     )
 
 
-def _line_bytes(tensor: TensorPlan) -> int:
-    total = len(tensor.outputs) * _BYTES_OF_LINES
+def _num_bytes(tensor: TensorPlan, plan: Plan) -> int:
+    total = plan.num_bytes_of(tensor) + len(tensor.outputs) * _BYTES_OF_LINES
     for output in tensor.outputs:
         total += 2 * len(output.name)
     return total

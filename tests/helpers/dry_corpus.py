@@ -131,7 +131,7 @@ def _mixed(format: Format) -> Checkpoint:
     in the backbone and in the block.
     """
     recipe = find_recipe("tiny-glm4-moe.nvfp4")[0].model_dump() | {
-        "format": format, "backbone": "auto", "mtp": "auto", "budget": "16 bits",
+        "format": format, "backbone": "auto", "mtp": "auto", "budget": "1GB",
         "backbone_auto": {"candidates": ["NVFP4", "FP8_BLOCK", "bf16"]},
     }  # fmt: skip
     choices = choices_of(Recipe.model_validate(recipe), open_source(GLM))

@@ -272,7 +272,6 @@ class SearchFact(Fact):
         units: whose words were searched.
         tokens: of calibration text, on which sensitivities were measured.
         bytes: of all files of the plan that was found, a little more than they are.
-        bits: of its weights and scales, for each weight that was searched.
         predicted: its nats a token by the sensitivities, of answers and weighted drafts.
     """
 
@@ -282,7 +281,6 @@ class SearchFact(Fact):
     units: Count
     tokens: Count
     bytes: Count
-    bits: Figure
     predicted: Figure7
 
 

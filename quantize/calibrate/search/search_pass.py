@@ -72,7 +72,6 @@ def search(
         units=len(choices.units),
         tokens=run.ids.numel(),
         bytes=choices.num_bytes(assignment),
-        bits=round(choices.bits(assignment), 4),
         predicted=sum(sensitivities.get(pair, 0.0) for pair in assignment.items()),
     )
     return found_plan(plan, choices, assignment), fact
@@ -85,10 +84,10 @@ def packed(choices: Choices, sensitivities: Sensitivities) -> dict[str, str]:
         own = []
         for option in unit.options:
             loss = sensitivities.get((unit.name, option.word), 0.0)
-            own.append((choices.cost(option), loss))
+            own.append((option.num_bytes, loss))
         options.append(own)
     found = {}
-    numbers = best_packing(options, choices.room)
+    numbers = best_packing(options, choices.recipe.size_limit - choices.fixed_bytes)
     for unit, number in zip(choices.units, numbers, strict=True):
         found[unit.name] = unit.options[number].word
     return found

@@ -139,7 +139,7 @@ def test_two_ranks_find_the_plan_that_one_finds(tmp_path):
     plan does not.
     """
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4")
-    rewrite(recipe, "{backbone: auto, budget: 5 bits, backbone_auto: {candidates: [NVFP4, bf16]}}")
+    rewrite(recipe, "{backbone: auto, budget: 4.06MB, backbone_auto: {candidates: [NVFP4, bf16]}}")
     one = tmp_path / "one"
     two = tmp_path / "two"
     assert finished(start(recipe, one, is_whole=True)) == [0]

@@ -116,7 +116,7 @@ def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
         number = job.pop("id")
         chosen = job.pop("cures")
         outcomes = dict[str, str]()
-        if chosen:  # it lies beside this package, and is not installed here
+        if chosen:  # it is next to this package, and not installed here
             sys.path.insert(0, str(Path(__file__).parents[2]))
             package = importlib.import_module("keepmtp_cures")
             del sys.path[0]

@@ -33,7 +33,7 @@ from written_values import poke
 
 
 def plan_and_data(
-    budget: str = "5.5 bits", *, auto: dict | None = None, **changes
+    budget: str = "3.29MB", *, auto: dict | None = None, **changes
 ) -> tuple[Plan, CalibrationData]:
     plan = plan_over(Path(changes.get("source", GLM)), searched(budget, auto=auto, **changes))
     return plan, calibration_data(plan.recipe.calibration, plan.source)
@@ -110,7 +110,7 @@ def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept, monkeypatch):
 
 def test_overrides_are_few_where_layers_agree():
     """A full-size model: one line for all layers of a kind."""
-    choices = choices_of(searched("16 bits"), open_source(GLM))
+    choices = choices_of(searched("1GB"), open_source(GLM))
     changed = [u.name for u in choices.units if u.role == "attention" and u.layer == 1]
     found = found_recipe(choices, choices.uniform("bf16") | dict.fromkeys(changed, "NVFP4"))
     projections = "|".join(rf"model\.layers\.(?:1)\.self_attn\.{each}_proj" for each in "kqv")
@@ -174,7 +174,7 @@ def test_the_whole_line(tmp_path, monkeypatch):
         assert path.read_bytes() == (other / path.name).read_bytes()
     # Another budget uses the sensitivities again; another text does not.
     monkeypatch.setattr(SearchRun, "_forward", None)
-    plan, data = plan_and_data("16 bits", variant="small")
+    plan, data = plan_and_data("1GB", variant="small")
     folder = Path(f"{out}.calibration") / "search"
     found, fact = search(plan, data, folder, ranks=ALONE)
     # Everything fits: nothing is rounded, and nothing is left for batches.
