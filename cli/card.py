@@ -1,6 +1,6 @@
 """`keepmtp card`: the model card in NAME.card, of the measurements in NAME.report.
 
-In: a checkpoint NAME with its results. Out: a folder with the card, its page and its plots.
+In: a checkpoint NAME with its results. Out: a folder with the card, its page and its plot.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def card(
     out: Annotated[Path | None, typer.Option(help="The card's folder, not NAME.card.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint's model card: README.md, the same as an HTML page, plots and the whole
+    """Write a checkpoint's model card: README.md, the same as an HTML page, a plot and the whole
     report, ready for `keepmtp publish`.
 
     Every number comes from the result files in NAME.report. No card is made from a report that

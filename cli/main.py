@@ -54,7 +54,7 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
         "bench": "Measure how fast vLLM serves, for each k.",
     },
     "Ship": {
-        "card": "Write the model card, its page and plots.",
+        "card": "Write the model card, its page and plot.",
         "publish": "Upload a checkpoint and its card, and check.",
     },
 }

@@ -4,10 +4,10 @@ record alone.
 In: a checkpoint folder with NAME.report. Out: a folder of what is uploaded with the checkpoint's
 own files:
 
-    README.md                  front matter for the Hub, then `card_page.page`
-    acceptance.png, speed.png  where there is something to draw
-    report.json                the whole evidence, with folders shortened to their last name
-    report.html                README.md for a browser
+    README.md       front matter for the Hub, then `card_page.page`
+    acceptance.png  where there is something to draw
+    report.json     the whole evidence, with folders shortened to their last name
+    report.html     README.md for a browser
 
 Easy to get wrong: somebody changes a number after it was measured. A report that differs from its
 result files makes no card, and a card that differs from what its report makes is refused.
@@ -29,7 +29,6 @@ from ...checkpoints.source import open_source, view_of
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
 from ...recipes.frozen import Bar, Raw
-from ..facts.benched import BenchFact
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
@@ -39,15 +38,15 @@ from ..measure.tool_calls import parser_words
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
-from .card_page import CardFacts, page
+from .card_page import PICTURE, CardFacts, page
 from .html import page_of
 from .markdown import code
 from .provenance import groups_of, recipe_text
 
 FILES = (
     README,
-    "acceptance.png",
-    "speed.png",
+    PICTURE,
+    "speed.png",  # of a card from before
     reports.JSON_FILE,
     "report.html",
 )
@@ -199,17 +198,11 @@ def _facts(
     """What a card is made from, whose repository is not known; `front` states license, language and
     task.
     """
-    from .charts import charts  # matplotlib, once it is known to be there
+    from .charts import acceptance  # matplotlib, once it is known to be there
 
     report = portable(report)
     opened = open_source(checkpoint)
     record = recorded(checkpoint)
-    plots = {}
-    bench = report.of(BenchFact)
-    for what, chart in charts(report).items():
-        # A speed that is not the checkpoint's has no place on its card.
-        if what != "speed" or (bench and bench.counts()):
-            plots[what] = chart
     parsers = list[str]()
     if report.target is None and has_template(opened, ()):  # of a draft, its target says it
         parsers += parser_words(opened, ())
@@ -229,20 +222,22 @@ def _facts(
         attention=attention_backends(opened.config),
         cures=needed(opened, report.vllm),
         cured=tuple(by_version(opened)),
-        plots=plots,
+        chart=acceptance(report),
         parsers=code(" ".join(parsers)),
     )
 
 
 def _files(facts: CardFacts) -> dict[str, bytes]:
     """Name -> bytes of everything in a card folder."""
-    plots = {f"{what}.png": chart.png for what, chart in facts.plots.items()}
-    browsed = page_of(_text(facts), heading=facts.name, pictures=plots)
+    pictures = dict[str, bytes]()
+    if facts.chart:
+        pictures[PICTURE] = facts.chart.png
+    browsed = page_of(_text(facts), heading=facts.name, pictures=pictures)
     return {
         README: _readme(facts),
         reports.JSON_FILE: reports.text_of(facts.report).encode(),
         "report.html": browsed.encode(),
-        **plots,
+        **pictures,
     }
 
 

@@ -31,6 +31,7 @@ from .provenance import ModuleGroup
 if TYPE_CHECKING:
     from .charts import Chart  # it imports matplotlib
 
+PICTURE = "acceptance.png"
 MAX_COLUMNS = 76
 """The Hub's page cuts longer lines of code, or hides their ends."""
 
@@ -47,7 +48,7 @@ class CardFacts:
         base_model: its Hub id, and how that is known.
         repository: where it is published; "" where that is not known yet.
         metadata: what the front matter says and nobody measured.
-        plots: the card's drawings, by name.
+        chart: the card's drawing.
         drafting: what vLLM needs besides k to draft.
         attention: a GPU -> the value of --attention-backend that it needs there.
         cures: that the report's vLLM needs.
@@ -63,7 +64,7 @@ class CardFacts:
     base_model: BaseModel
     repository: str
     metadata: Json
-    plots: Mapping[str, "Chart"]
+    chart: "Chart | None" = None
     drafting: tuple[str, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
     cures: tuple[str, ...] = ()
@@ -169,8 +170,8 @@ def _results(facts: CardFacts) -> Iterator[Block]:
     if rows:
         yield found
         yield f"{tables.LEGEND} Acceptance depends on what is asked: compare within a row."
-    for what, chart in facts.plots.items():
-        yield picture(chart.alt, f"{what}.png")
+    if facts.chart:
+        yield picture(facts.chart.alt, PICTURE)
     notes = [note for part in report.parts for note in part.notes()]
     if notes:
         yield list(dict.fromkeys(notes))

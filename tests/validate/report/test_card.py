@@ -105,7 +105,6 @@ def facts(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
         "base_model": NO_BASE_MODEL,
         "repository": "",
         "metadata": {"pipeline_tag": "text-generation"},
-        "plots": {},
     } | changed
     fixed = {"keepmtp": "1.2.3", "versions": {"torch": "2.9.0"}}
     fields["record"] = fields["record"].model_copy(update=fixed)
@@ -159,7 +158,7 @@ def test_a_card_with_every_part(made, tmp_path):
         report,
         record=record.model_copy(update={"recipe": recipe}),
         repository="a-long-organization/A-Long-Name-NVFP4A16-FP8-MTP",
-        plots=dict.fromkeys(("acceptance", "speed"), Chart(alt="what is drawn", png=b"")),
+        chart=Chart(alt="what is drawn", png=b""),
     )
     printed("card.md", text)
     assert text.count("\n") <= 150

@@ -24,7 +24,7 @@ from keepmtp.validate.facts.dry_load import LoadedModel
 from keepmtp.validate.facts.findings import CheckpointFacts, errors_of
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import FullReport
-from keepmtp.validate.report.charts import _LIMIT, _OWN, _SOURCE, charts
+from keepmtp.validate.report.charts import _LIMIT, _OWN, _SOURCE, acceptance
 from keepmtp.validate.report.check_data import (
     calibration_fact,
     calibration_of,
@@ -271,21 +271,21 @@ def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
 
 
 def test_pictures_of_equal_reports_are_equal_bytes_and_name_no_date(pages):
-    first = charts(pages["evaluated"])["acceptance"]
-    assert first == charts(pages["evaluated"])["acceptance"]
+    first = acceptance(pages["evaluated"])
+    assert first == acceptance(pages["evaluated"])
     picture = Image.open(io.BytesIO(first.png))
     assert picture.format == "PNG" and set(picture.info) <= {"dpi"}
     assert picture.width == 1100 and picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
     other = reports.judged(evaluation=evaluation(checkpoint={"shares": (0.5, 0.4, 0.3)}))
-    assert charts(other)["acceptance"].png != first.png
-    assert charts(pages["bare"]) == charts(benched(cells=(stations.cell(0, [5.0, 6.0]),))) == {}
+    assert acceptance(other).png != first.png
+    assert acceptance(pages["bare"]) is acceptance(pages["benched"]) is None
 
 
 def test_one_position_shows_source_checkpoint_and_limit():
     """k=1 is eval's default: none of the three lies under another one."""
     one = {"shares": (0.8,)}
     fact = evaluation(protocol={"k": 1}, source=one, checkpoint=one)
-    chart = charts(reports.judged(evaluation=fact))["acceptance"]
+    chart = acceptance(reports.judged(evaluation=fact))
     picture = Image.open(io.BytesIO(chart.png)).convert("RGB")
     counts = {colour: count for count, colour in picture.getcolors(picture.width * picture.height)}
     seen = {name: counts.get(ImageColor.getrgb(name), 0) for name in (_SOURCE, _OWN, _LIMIT)}
