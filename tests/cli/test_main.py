@@ -70,23 +70,16 @@ def test_a_plan_for_machines(tmp_path):
 def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
     """Known from the family alone, so before a download."""
     write_checkpoint(tmp_path / "source", *source_layout("ring-2.5-1t", size="tiny"))
-    text = find_recipe("ring-2.5-1t.nvfp4a16-fp8")[1]
-    calibration = find_recipe(AUTO)[1].partition("calibration:\n")[2]
-    auto = "mtp: auto\nmtp_auto: {min_acceptance: 0.9, candidates: [bf16]}"
-    text = re.sub(r"^mtp: .*$", auto, text, flags=re.MULTILINE)
-    (tmp_path / "mine.yaml").write_text(
-        text.replace("calibration: null", f"calibration:\n{calibration}")
-    )
-    line = "plan mine.yaml --source source --gpu-memory h100"
+    words = "ring-2.5-1t --source source --mtp auto"
     assert_shows(
-        ran(line, cwd=tmp_path, status=2),
+        ran(f"plan {words} --gpu-memory h100", cwd=tmp_path, status=2),
         "MTP block cannot be calibrated: no class for model_type 'bailing_hybrid' in transformers",
-        "Would be refused: ring-2.5-1t.nvfp4a16-fp8: an MTP block that is calibrated or chosen must "
+        "Would be refused: ring-2.5-1t.nvfp4a16-fp8-mtp-auto: an MTP block that is calibrated or chosen must "
         "be one that can be run; got bailing_hybrid: transformers has no class for Ling 2.5's "
         "layers. Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16.",
     )
     says = "must be one that can be run"
-    refused("quantize mine.yaml --source source", says=says, cwd=tmp_path)
+    refused(f"quantize {words}", says=says, cwd=tmp_path)
     assert not (tmp_path / "out").exists()
 
 
