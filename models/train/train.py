@@ -33,6 +33,7 @@ import tool_texts
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from keepmtp.quantize.calibrate.mtp.mtp_block import draft_steps
 from safetensors.torch import save_file
 from texts import Batch
@@ -48,7 +49,7 @@ class Model:
         text: the module with its tokenizer and batches.
         family: the module with its target, MTP block and names on disk.
         sizes: keys of the config that are not the family's.
-        shards: files on disk.
+        shard_bytes: of a file on disk, at most.
         rate: of learning, at its highest.
         steps: batches.
         schedule: steps after which the rate would be at its lowest.
@@ -59,7 +60,7 @@ class Model:
     text: ModuleType
     family: ModuleType = tiny_glm4_moe
     sizes: Mapping[str, int] = field(default_factory=dict)
-    shards: int = 1
+    shard_bytes: int = 5_000_000
     rate: float = 3e-3
     steps: int = 1000
     schedule: int = 1000
@@ -68,12 +69,12 @@ class Model:
 
 
 MODELS = {
-    "tiny-glm4-moe": Model(text=problems, shards=2, rate=2e-3),
+    "tiny-glm4-moe": Model(text=problems, shard_bytes=3_300_000, rate=2e-3),
     "tiny-qwen3_5": Model(text=problems, family=tiny_qwen3_5),
     "tiny-docs": Model(
         text=python_docs,
         sizes={"vocab_size": python_docs.VOCAB_SIZE, "intermediate_size": 512},
-        shards=2,
+        shard_bytes=4_930_000,
         schedule=1250,
         threads=2,
         has_outliers=True,
@@ -124,7 +125,7 @@ def run(name: str, out: Path) -> None:
     if model.has_outliers:
         tensors = tiny_docs.with_outliers(tensors)
     tokenizer.save_pretrained(out)
-    _write_checkpoint(out, target, tensors, model.shards)
+    _write_checkpoint(out, target, tensors, model.shard_bytes)
     versions = {module.__name__: module.__version__ for module in VERSIONS}
     record = {
         "model": name,
@@ -201,30 +202,19 @@ def _init_matrices(module: nn.Module, *, std: float) -> None:
 
 
 def _write_checkpoint(
-    folder: Path, target: PreTrainedModel, tensors: dict[str, Tensor], num_shards: int
+    folder: Path, target: PreTrainedModel, tensors: dict[str, Tensor], shard_bytes: int
 ) -> None:
     config = target.config
     config.architectures = [type(target).__name__]
     config.save_pretrained(folder)
     ids = {key: getattr(config, key) for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
     GenerationConfig(**ids).save_pretrained(folder)
-    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    shards: list[dict[str, Tensor]] = [{} for _ in range(num_shards)]
-    bytes_before = 0
-    for name, tensor in tensors.items():
-        shards[bytes_before * num_shards // total_bytes][name] = tensor
-        bytes_before += tensor.nbytes
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if num_shards > 1:
-            file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_bytes)
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name] for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    index = {
-        "metadata": {"total_size": total_bytes},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
+    weight_map = dict(sorted(split.tensor_to_filename.items()))
+    index = {"metadata": split.metadata, "weight_map": weight_map}
     _write_json(folder / "model.safetensors.index.json", index)
 
 
