@@ -48,7 +48,7 @@ def quantize(
     A recipe with a calibration block (`keepmtp ls models`: batches needed) is calibrated first, one
     decoder layer at a time, so that neither GPU nor memory has to hold the model. Then the MTP
     block is calibrated, and its acceptance is measured on held-out text. This needs the extra
-    keepmtp[calibrate], and keepmtp[modelopt] where the recipe says backend: modelopt. Several GPUs
+    keepmtp[calibrate], and keepmtp[modelopt] where the algorithm is modelopt's. Several GPUs
     share the batches under torchrun. Progress goes to standard error and to OUT.log.
 
     A recipe with `backbone: auto` and a budget is searched first: the words of its units are chosen

@@ -20,7 +20,7 @@ from .family import QUANTIZABLE_ROLES, TABLE_ROLES
 from .frozen import Json
 from .knobs import AutoRoundKnobs, Contradiction, Fraction, Frozen, Positive
 from .model_file import USUAL_AUTO
-from .schemes import SCHEMES, SWEEPS, meant_scheme
+from .schemes import SCHEMES, meant_scheme
 
 KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as
@@ -226,11 +226,9 @@ class TextsOfMix(Texts):
 class Calibration(Texts):
     """Everything that is needed to repeat a calibrated run."""
 
-    # Whose code observes activations and chooses scales, for either `format`: llm-compressor's, or
-    # NVIDIA's modelopt, which needs the extra `modelopt`.
-    backend: Literal["llmcompressor", "modelopt"] = "llmcompressor"
     # `minmax` observes activations only; the others also rewrite the weights of the schemes in
-    # `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
+    # `schemes.REWRITES`. What they do not rewrite is rounded to nearest. Those of `schemes.SWEEPS`
+    # are NVIDIA's modelopt, which needs the extra `modelopt`; the others llm-compressor.
     algorithm: Literal[
         "minmax", "gptq", "awq", "smoothquant", "autoround", "mse", "four-over-six", "local-hessian"
     ]
@@ -279,12 +277,6 @@ class Calibration(Texts):
         if self.autoround is not None and algorithm != "autoround":
             cure = "Remove autoround, or set algorithm: autoround"
             yield "autoround must come with algorithm: autoround", f"algorithm: {algorithm}", cure
-        if self.backend == "modelopt" and algorithm not in {"minmax", *SWEEPS}:
-            cure = "Use algorithm: minmax, mse, four-over-six or local-hessian; or remove backend"
-            yield f"{algorithm} is llm-compressor's", "backend: modelopt", cure
-        if self.backend != "modelopt" and algorithm in SWEEPS:
-            cure = "Set backend: modelopt, or use another algorithm"
-            yield f"{algorithm} is modelopt's", f"backend: {self.backend}", cure
         if self._other_shares >= 1:
             rule = "the shares in also must leave some for the first dataset"
             yield rule, f"{self._other_shares:g}", "Lower one"

@@ -27,6 +27,7 @@ _KINDS = {
 }
 # Key of a recipe of before -> what takes its place.
 _GONE = {
+    "backend": "Remove it: mse, four-over-six and local-hessian are modelopt's without it",
     "search": "Set calibration.algorithm: gptq or awq, or use W4A16_G32",
     "held_out_by": "Name a dataset of the model's answers, with its prompt_column",
     "min_acceptance": "Set gates.min_acceptance, which judges what was written",

@@ -41,7 +41,7 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
 
 def test_a_back_end_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
     """Before any work."""
-    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt")
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", algorithm="mse")
     monkeypatch.chdir(ROOT)
 
     def version_without(name: str) -> str:

@@ -50,6 +50,7 @@ from ...recipes.errors import CheckpointError
 from ...recipes.frozen import Json, Raw
 from ...recipes.model_file import find_path
 from ...recipes.schema import AUTO, Recipe
+from ...recipes.schemes import SWEEPS
 from ..needs.room import calibration_folder, refuse_full_disk
 from ..plan.configs import config_of, files_of
 from ..plan.plan import Plan
@@ -322,7 +323,7 @@ def _versions(plan: Plan, is_calibrated: object) -> dict[str, str]:
     calibration = plan.recipe.calibration
     if is_calibrated and calibration is not None:
         packages += ["llmcompressor", "compressed-tensors", "transformers"]
-        if calibration.backend == "modelopt":
+        if calibration.algorithm in SWEEPS:
             packages.append("nvidia-modelopt")
         if calibration.algorithm == "autoround":
             packages.append("auto-round")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...recipes.errors import RecipeError
 from ...recipes.extras import require_extra
+from ...recipes.schemes import SWEEPS
 from ..plan.own_code import refuse_no_draft, refuse_untrusted_code
 from ..plan.plan import Plan
 from ..plan.texts_here import refuse_texts
@@ -49,7 +50,7 @@ def refuse(plan: Plan, out: Path) -> bool:
 def _refuse_missing_extra(plan: Plan) -> None:
     if plan.needs_batches:
         extra = "calibrate"
-        if plan.recipe.calibration is not None and plan.recipe.calibration.backend == "modelopt":
+        if plan.recipe.calibration is not None and plan.recipe.calibration.algorithm in SWEEPS:
             extra = "modelopt"
         require_extra(f"calibration for {plan.recipe.name}", extra)
     require_extra("packing weights", "quantize")

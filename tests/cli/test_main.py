@@ -92,9 +92,7 @@ def test_a_plan_says_what_is_not_installed(tmp_path):
 @pytest.mark.full
 def test_a_sweep_that_several_processes_cannot_share(tmp_path):
     """One sentence, before any work."""
-    recipe = small_recipe(
-        tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian"
-    )
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", algorithm="local-hessian")
     words = f"quantize {recipe} --out {tmp_path}/out"
     done = keepmtp(words, status=2, RANK="0", WORLD_SIZE="2")
     says = (

@@ -111,8 +111,8 @@ def test_what_must_be_given(name, required, tmp_path):
 def test_only_what_changes_no_number_has_a_default():
     """What may be left out: exceptions, what only one word of `mtp` reads, the place of an MTP
     block most releases have themselves, what data may lack, consents that start as no. And what was
-    no choice before: on whose tokens an expert is calibrated, how attention is computed, whose code
-    calibrates, and AutoRound's knob.
+    no choice before: on whose tokens an expert is calibrated, how attention is computed, and
+    AutoRound's knob.
 
     And how the result is judged, which changes no byte of it: reports and cards print every field
     of that.

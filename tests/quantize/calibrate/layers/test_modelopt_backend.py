@@ -183,11 +183,11 @@ def test_a_weight_of_zeros_has_finite_scales(algorithm):
 def test_a_checkpoint_of_it_is_checked_clean(tmp_path):
     """Its MTP block in NVFP4 too; nor has the record forgotten who calibrated."""
     name = "tiny-glm4-moe.nvfp4-mtp-nvfp4"
-    recipe = small_recipe(tmp_path, name, backend="modelopt", algorithm="mse")
+    recipe = small_recipe(tmp_path, name, algorithm="mse")
     out = api.quantize(api.plan(str(recipe)), tmp_path / "out", threads=1).out
     packed = [name for name in weights_of(out) if name.endswith(".weight_packed")]
     assert len(packed) > 60 and any(name.startswith("model.layers.3.") for name in packed)
     assert check(out, source=open_source(GLM)).findings == ()
     record = read_record(out / "keepmtp.json")
     assert record.versions["nvidia-modelopt"].startswith("0.47")
-    assert record.recipe.whole["calibration"]["backend"] == "modelopt"
+    assert record.recipe.whole["calibration"]["algorithm"] == "mse"
