@@ -6,7 +6,7 @@ from pathlib import Path
 
 import measured
 import pytest
-from commands import GLM, assert_shows, keepmtp_without
+from commands import GLM, assert_shows
 from data_files import cases, put_json
 from evaluations import Answers, evaluation, several
 from keepmtp.cli.main import app
@@ -49,11 +49,6 @@ def refusal(*words: object) -> str:
 def test_a_record_with_a_protocol_that_is_none(checkpoint, evaluation):
     record(checkpoint, evaluation=evaluation)
     assert "keepmtp.json: recipe.evaluation must be as a recipe has it" in refusal(checkpoint)
-
-
-def test_without_lm_eval(tmp_path):
-    done = keepmtp_without(("lm-eval",), f"eval {GLM}", cwd=tmp_path)
-    assert "-m pip install 'keepmtp[evaluate]'." in done.stderr
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import cards
 import measured
 import pytest
 import reports
-from commands import ROOT, keepmtp, make, ran, refused
+from commands import keepmtp, make, ran, refused
 from data_files import json_of, put_json
 from keepmtp import api
 from keepmtp.checkpoints.identity import CACHE, identify
@@ -43,22 +42,12 @@ def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
     assert read_json(evidence / JSON_FILE) == full
 
 
-@pytest.mark.full
-def test_what_make_check_keeps_is_enough_for_make_card(tmp_path):
-    """The very command that `make check` runs, then a card; a repository has no folder for
-    results.
-    """
-    folder = cards.checkpoint(tmp_path / "out" / "tiny")
-    dry = ["--no-print-directory", "-n", "-o", ".venv/.base", "check"]
-
-    def bash(command: str) -> str:
-        return subprocess.check_output(["bash", "-c", command], text=True, cwd=ROOT)
-
-    bash(make(*dry, f"OUT={folder}").stdout)
-    ran(f"card {folder}")
-    assert (tmp_path / "out" / "tiny.card" / "README.md").is_file()
-    elsewhere = bash(make(*dry, "OUT=org/name").stdout.replace(".venv/bin/keepmtp", "echo"))
-    assert "check org/name" in elsewhere and "--record" not in elsewhere
+def test_make_check_keeps_the_check_of_a_folder(folder):
+    """A repository has no folder for results."""
+    for out, is_kept in ((folder, True), ("org/name", False)):
+        words = ("--no-print-directory", "-n", "-o", ".venv/.base", "check", f"OUT={out}")
+        said = make(*words).stdout
+        assert f'check "{out}"' in said and ("--record" in said) == is_kept
 
 
 def test_a_draft_is_measured_with_its_target(tmp_path, serve_hub):
