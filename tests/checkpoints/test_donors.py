@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checked import check
 from checkpoint_files import Checkpoint, write
 from commands import ran
 from data_files import json_of, put_json
@@ -19,7 +20,6 @@ from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.conventions import FORMATS, in_compressed_tensors, in_modelopt
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.family import HFName
-from keepmtp.validate.check.check import check
 from written_values import drop_block, fill, overwrite, poke, tensors_of
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checked import check
 from checkpoint_files import Checkpoint, as_source, write
 from data_files import json_of
 from good import released
@@ -18,7 +19,6 @@ from keepmtp.quantize.write.output import claim
 from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import check
 from real_releases import minimax_halves
 from releases import source_layout, write_checkpoint
 from safetensors import safe_open

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import releases
 import sglang_table
+from checked import check
 from checkpoint_files import Checkpoint, as_source
 from commands import ROOT, captured
 from data_files import table
@@ -30,7 +31,6 @@ from keepmtp.checkpoints.sglang.view import SglangBuild
 from keepmtp.quantize.plan.configs import config_of, modules_of
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import find_view
-from keepmtp.validate.check.check import check
 from pages import with_part
 
 NOWHERE = Path("/nonexistent")

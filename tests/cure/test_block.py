@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from broken import built
+from checked import check
 from checkpoint_files import ignoring, write
 from commands import GLM, keepmtp, refused
 from data_files import json_of, table
@@ -20,7 +21,6 @@ from keepmtp.cure.diff import diffs
 from keepmtp.cure.fix import Outcome, proposed
 from keepmtp.cure.rewritten import Rewritten, rewrite
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
-from keepmtp.validate.check.check import check
 from outputs import digests, forks
 from releases import write_checkpoint
 from written_values import drop_block, overwrite, tensors_of, without_block

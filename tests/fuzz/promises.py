@@ -9,8 +9,8 @@ import os
 import re
 from pathlib import Path
 
+from checked import check
 from damage import header_of
-from keepmtp.validate.check.check import check
 from keepmtp.validate.report.card_metadata import read_front_matter
 from kinds import Case
 

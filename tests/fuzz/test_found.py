@@ -7,6 +7,7 @@ from pathlib import Path
 
 import measured
 import pytest
+from checked import check
 from checkpoint_files import write
 from commands import GLM
 from data_files import json_of, put_json, table
@@ -20,7 +21,6 @@ from keepmtp.cure.rewritten import kept_files
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family_view import FamilyView
-from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.results import read_result
 from keepmtp.validate.measure.harness import has_template
 from keepmtp.validate.measure.store import Answer, read_lines

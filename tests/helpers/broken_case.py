@@ -12,9 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from checked import check
 from checkpoint_files import Change, Checkpoint, changed, write
 from good_checkpoints import GOOD
-from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.findings import Finding
 
 Good = str | Callable[[], Checkpoint]

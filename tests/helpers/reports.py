@@ -7,11 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from checked import check
 from commands import GLM
 from data_files import table
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.check.check import check, examine
+from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.benched import BenchFact
 from keepmtp.validate.facts.dry_load import (

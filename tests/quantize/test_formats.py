@@ -10,6 +10,7 @@ import pytest
 import torch
 from broken import built
 from calibrated import in_both_formats
+from checked import check
 from checkpoint_files import Checkpoint, pack, write
 from commands import ran, refused
 from data_files import json_of, table
@@ -23,7 +24,6 @@ from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.write.output import claim
 from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import KeepMTPError
-from keepmtp.validate.check.check import check
 from outputs import digests
 from safetensors.torch import load_file, save_file
 from writing import weights_of

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import releases
+from checked import check
 from checkpoint_files import Checkpoint, as_source
 from good import companions, released
 from keepmtp.quantize.plan.configs import files_of
@@ -18,7 +19,6 @@ from keepmtp.recipes.frozen import without
 from keepmtp.recipes.model_file import flat_recipes
 from keepmtp.recipes.schema import Recipe, validated
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.check.check import check
 
 NOWHERE = Path("/nonexistent")
 CASES = [(model, variant) for model in releases.MODELS for variant in COMMON]

@@ -130,24 +130,6 @@ class Checked(NamedTuple):
         return self._replace(data=self.data.model_copy(update=update))
 
 
-def check(
-    checkpoint: str | Path | Source,
-    *,
-    source: Source | None = None,
-    runtimes: Sequence[Runtime] = VLLM_ALONE,
-) -> CheckData:
-    """Check one checkpoint for the newest vLLM.
-
-    Args:
-        checkpoint: a folder or a Hub id, or the headers that were read of one.
-        source: the release it was made from; kept MTP tensors are then compared with it.
-        runtimes: the servers that are to load it.
-
-    Returns: facts and findings; a checkpoint that cannot be opened at all is one finding.
-    """
-    return examine(checkpoint, source=source, runtimes=runtimes).data
-
-
 @uncollected()
 def examine(
     checkpoint: str | Path | Source,
@@ -157,7 +139,17 @@ def examine(
     vllm: str = NEWEST,
     splits: Sequence[Split] = (),
 ) -> Checked:
-    """`check`, with what it read, for the vLLM of a version, whose ranks split it so."""
+    """Check one checkpoint, and keep what was read.
+
+    Args:
+        checkpoint: a folder or a Hub id, or the headers that were read of one.
+        source: the release it was made from; kept MTP tensors are then compared with it.
+        runtimes: the servers that are to load it.
+        vllm: the version that has the rules.
+        splits: how its ranks split it.
+
+    Returns: facts and findings; a checkpoint that cannot be opened at all is one finding.
+    """
     try:
         opened = checkpoint
         if not isinstance(opened, Source):

@@ -12,6 +12,7 @@ import pytest
 import releases
 import torch
 from calibrated import in_both_formats
+from checked import check
 from checkpoint_files import as_source, ignoring, write
 from data_files import cases, json_of
 from good import ours, planned
@@ -23,7 +24,6 @@ from keepmtp.cli.main import app
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import check
 from typer.testing import CliRunner
 
 PAIRS = [("NVFP4", "bf16"), ("NVFP4A16", "NVFP4A16"), ("FP8", "FP8"), ("FP8_BLOCK", "NVFP4A16")]

@@ -10,10 +10,10 @@ import re
 from collections import defaultdict
 
 import pytest
+from checked import check
 from gpu_runs import BLOCK, CPU, DATA, line
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.statistics import Statistics
-from keepmtp.validate.check.check import check
 from releases import shipped_recipes, source_layout, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("in_f32")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import made_up, planned, saved
+from checked import check
 from commands import GLM, captured
 from data_files import json_of
 from keepmtp.checkpoints.files import WORK
@@ -20,7 +21,6 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.check.check import check
 from writing import weights_of, written
 
 BIN = Path(sys.executable).parent

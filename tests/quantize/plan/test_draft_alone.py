@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checked import check
 from checkpoint_files import write, write_single
 from commands import GLM, ran
 from data_files import json_of
@@ -18,7 +19,6 @@ from keepmtp.quantize.plan.draft_alone import draft_as_written
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import GateError, RecipeError
 from keepmtp.recipes.schema import validated
-from keepmtp.validate.check.check import check
 from safetensors.torch import load_file, save_file
 from written_values import tensors_of
 

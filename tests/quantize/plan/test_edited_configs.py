@@ -2,11 +2,11 @@
 tests/vllm/test_finished.py has every dialect.
 """
 
+from checked import check
 from checkpoint_files import write
 from foreign_form import modelopt, mxfp8_block
 from good import outputs_of, qwen_fp8
 from keepmtp.pipeline import plan_for
-from keepmtp.validate.check.check import check
 
 
 def test_a_block_in_a_form_that_no_scheme_has_is_taken(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checked import check
 from checkpoint_files import write
 from commands import GLM, ran
 from data_files import json_of, put_json, table
@@ -15,7 +16,6 @@ from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.conventions import FORMATS
 from keepmtp.recipes.errors import KeepMTPError
-from keepmtp.validate.check.check import check
 from outputs import digests
 from safetensors.torch import load_file, save_file
 from written_values import fill, tensors_of

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import releases
+from checked import check
 from commands import captured
 from data_files import table
 from keepmtp.checkpoints.safetensors_file import total_bytes
@@ -21,7 +22,6 @@ from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.plan.tensor_plan import outputs_of
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import check
 
 FULL_SIZE = table("quantize/plan/test_fullsize")["FULL_SIZE"]
 

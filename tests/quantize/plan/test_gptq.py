@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checked import check
 from commands import GLM
 from data_files import json_of, put_json
 from foreign_form import SAID
 from keepmtp.checkpoints.source import INDEX
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.validate.check.check import check
 from safetensors.torch import load_file, save_file
 from written_values import tensors_of
 

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from checked import check
 from checkpoint_files import Checkpoint, as_source, lose, setting, write
 from good import released
 from keepmtp.checkpoints.safetensors_file import Entry
@@ -12,7 +13,6 @@ from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import check
 from real_releases import TABLE, nemotron_ultra, qwen38_fp8
 from releases import write_checkpoint
 

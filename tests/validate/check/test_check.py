@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import releases
 from broken_case import case, finds, met
+from checked import check
 from checkpoint_files import (
     as_source,
     changed,
@@ -32,7 +33,7 @@ from keepmtp.recipes.families import families
 from keepmtp.recipes.family import VLLMName
 from keepmtp.recipes.runtimes.vllm import KNOWN, asked, holds
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.check.check import check, examine
+from keepmtp.validate.check.check import examine
 from without_mtp import llama
 
 PROJECTIONS = r"model\.layers\.\d+\.self_attn\..*_proj"

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from checked import check
 from checkpoint_files import Change, changed, config, hf_quant_config, quantization, tensor, write
 from commands import keepmtp
 from good_checkpoints import GOOD
@@ -17,7 +18,6 @@ from keepmtp.checkpoints.dialects import patterns
 from keepmtp.recipes import match_clock
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check import check as checks
-from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.results import CheckData
 
 EVIL = "re:([a-z0-9._]+)*!"

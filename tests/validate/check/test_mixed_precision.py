@@ -1,10 +1,10 @@
 """modelopt's MIXED_PRECISION: what `quantized_layers` says of the shards of a fused module."""
 
 from broken import GOOD
+from checked import check
 from checkpoint_files import write
 from keepmtp.checkpoints.dialects.choose import read_dialect
 from keepmtp.recipes.family import VLLMName
-from keepmtp.validate.check.check import check
 
 ATTENTION = "model.layers.0.self_attn"
 

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+from checked import check
 from checkpoint_files import Checkpoint, lose, write
 from foreign_form import modelopt
 from good import ours, released
 from keepmtp import api
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.validate.check.check import check, examine
+from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.pair import as_of_draft, of_draft, with_draft
 
 BACKBONE = r"model\.layers\.[0-2]\..*|model\.norm.*|lm_head.*"

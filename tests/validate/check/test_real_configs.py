@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from checked import check
 from checkpoint_files import write
-from keepmtp.validate.check.check import check
 from real_releases import FOLDER, NAMES, published, real_release
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from broken_case import Case, case, finds, met
+from checked import check
 from checkpoint_files import as_source, config, elsewhere, lose, rename, retype, tensor, write
 from good import ours, released
 from good_checkpoints import GOOD
 from keepmtp.cure.fix import proposed
 from keepmtp.pipeline import plan_for
 from keepmtp.recipes.errors import KeepMTPError
-from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.findings import errors_of
 from without_mtp import llama
 

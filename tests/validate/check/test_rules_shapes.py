@@ -3,10 +3,10 @@
 import pytest
 import releases
 from broken_case import case, finds
+from checked import check
 from checkpoint_files import Checkpoint, as_source, config, reshape, tensor
 from good import released
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
-from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.findings import errors_of
 
 test_sides_are_those_of_config = finds(

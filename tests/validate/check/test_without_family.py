@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 from broken_case import finds, met
+from checked import check
 from checkpoint_files import config, lose, quantization, write
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
-from keepmtp.validate.check.check import check
 from typer.testing import CliRunner
 from without_mtp import SAID, llama
 

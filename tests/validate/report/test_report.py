@@ -11,6 +11,7 @@ import measured
 import pytest
 import reports
 import stations
+from checked import check
 from data_files import json_of
 from evaluations import COPY, Answers, evaluation
 from keepmtp.checkpoints.files import write_whole
@@ -19,7 +20,7 @@ from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.cli.measured import calibrated as calibration_found
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.check.check import check, examine
+from keepmtp.validate.check.check import examine
 from keepmtp.validate.facts.dry_load import LoadedModel
 from keepmtp.validate.facts.findings import CheckpointFacts, errors_of
 from keepmtp.validate.facts.results import CheckData

@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+from checked import check
 from compressed_tensors.quantization.utils import generate_gparam
 from keepmtp import api
 from keepmtp.checkpoints.record import read_record
@@ -16,7 +17,6 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.layers.forwards import calibrating
 from keepmtp.recipes.conventions import CACHE_LEAVES
 from keepmtp.recipes.schemes import SWEEPS
-from keepmtp.validate.check.check import check
 from killed import small_recipe
 from layerwise import GLM, QWEN, Skeleton, found_in, layerwise, tensors_of, token_ids, unpacked
 from torch import Tensor
