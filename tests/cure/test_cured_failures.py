@@ -29,6 +29,7 @@ from keepmtp.checkpoints.source_of import refuse_another_model
 from keepmtp.cli import main
 from keepmtp.cure import fix
 from keepmtp.cure.diff import diffs
+from keepmtp.cure.rewritten import rewrite
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.values import check_values, with_values
@@ -84,7 +85,8 @@ def release_of(folder: Path, place: Path) -> Path:
 
 def grafted(old: Path, source: Path, new: Path, *, mtp: str | None) -> Path:
     """What it is with the block of its release."""
-    return fix.write(fix.proposed(str(old), release=open_source(source), mtp=mtp), new).folder
+    made = fix.proposed(str(old), release=open_source(source), mtp=mtp)
+    return rewrite(made.proposal, new, block=made.block).folder
 
 
 def errors(findings: Sequence[Finding]) -> list[Finding]:
@@ -200,7 +202,7 @@ def test_fix_keeps_the_block_and_says_why(case: Case, tmp_path):
     found = fix.proposed(str(write(tmp_path / "old", case.build())))
     assert (case.rule, case.severity) in {(e.rule, e.severity) for e in found.cured}
     assert all(change.why for change in found.proposal.edits) and diffs(found.proposal)
-    after = examine(fix.write(found, tmp_path / "new").folder).data
+    after = examine(rewrite(found.proposal, tmp_path / "new").folder).data
     assert after.ok and after.findings == found.after.data.findings
     assert after.facts.num_mtp_tensors == found.after.data.facts.num_mtp_tensors > 0
 
@@ -276,7 +278,7 @@ def test_vllm_loads_what_was_cured(place, tmp_path):
             fill(old)
             grafted(old, release_of(old, place), new, mtp=WORDS.get(str(case.base)))
         else:
-            fix.write(fix.proposed(str(old)), new)
+            rewrite(fix.proposed(str(old)).proposal, new)
         folders.append(new)
     loaded = api.check_all(folders, gpus=["sm100"])
     for case, checked in zip((*first, *GRAFTED), loaded, strict=True):
