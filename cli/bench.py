@@ -6,6 +6,7 @@ repetitions, and the report made anew.
 """
 
 import re
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -18,7 +19,7 @@ from .options import (
     PromptsOption,
     ServeOptions,
 )
-from .tables import answer, in_words
+from .tables import answer
 
 _MOST_K = 4
 _LONGEST_RANGE = 64
@@ -59,14 +60,13 @@ def bench(
     Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts own.jsonl -- -tp 8`
     """
     from ..checkpoints.source import view_of
-    from ..validate.facts.served import those
-    from ..validate.measure import bench as matrix
-    from ..validate.measure.harness import ks_up_to, measured, refuse_drafts
+    from ..validate.measure.bench import Bench
+    from ..validate.measure.harness import ks_up_to, refuse_drafts
     from ..validate.measure.texts import read_prompts
-    from .measured import benched, would_do
+    from .measured import benched
     from .session import Session
 
-    session = Session("bench", served, source or "none")
+    session = Session("bench", served, source or "none", is_dry=dry_run)
     opened = session.opened
     # Without an MTP block there is nothing to draft: k=0 alone.
     ks = (0,)
@@ -74,7 +74,8 @@ def bench(
         ks = numbers("--k", k, least=0)
     elif num := view_of(opened).usual_k:
         ks = ks_up_to(max(_MOST_K, num), view_of(opened).draft_unit)
-    plan = matrix.BenchPlan(
+    make = partial(
+        Bench,
         ks=ks,
         concurrency=numbers("--concurrency", concurrency, least=1),
         prompts=read_prompts(prompts),
@@ -86,19 +87,9 @@ def bench(
     # Before a server is started, which may take half an hour: a k that vLLM cannot draft, a prompt
     # that does not fit.
     refuse_drafts(opened, *ks, option="--k")
-    num_checkpoints = 1
     if session.original is not None:
         refuse_drafts(session.original, *ks, option="--k", is_original=True)
-        num_checkpoints = 2
-    if dry_run:
-        value = would_do(plan, num_checkpoints)
-        answer(value, [in_words(value)], as_json=served.as_json)
-        return
-    checkpoint, compared = session.models("bench")
-    with session.watched() as setup, setup.alone():
-        station = matrix.Bench(setup=setup, source=compared, checkpoint=checkpoint, plan=plan)
-        facts, _ = measured({"bench": station}, those(compared, checkpoint), setup)
-    session.keep(facts, checkpoint, compared)
+    facts, _ = session.measure({"bench": make})
     answer(facts, [*benched(facts["bench"]), session.places], as_json=served.as_json)
 
 

@@ -5,7 +5,6 @@ In: two checkpoints, and what to measure: a recipe's protocols with what the com
 Out: tables, a file for each station with the answers in the same folder, and the report made anew.
 """
 
-from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,11 +27,10 @@ from .options import (
     ServeOptions,
 )
 from .progress import bytes_bar
-from .tables import answer, tell, verdict
+from .tables import answer, verdict
 
 if TYPE_CHECKING:
     from ..recipes.protocol import Evaluation, Gates
-    from ..validate.measure.harness import Work
     from .session import Session
 
 STATIONS = {
@@ -164,30 +162,14 @@ def eval(
         _judge(Path(served.path), as_json=served.as_json)
         return
     require_extra("keepmtp eval", "evaluate")
-    from ..validate.facts.served import those
-    from ..validate.measure.harness import measured, planned
     from .measured import exit_status, shown
     from .session import Session
 
     session = Session("eval", served, source, draft, is_dry=dry_run)
     gates, listed = session.decided(asked.recipe)
     makers = _stations(session, asked, gates, listed)
-    checkpoint, compared = session.models("check", *makers)
-    with session.watched() as setup, setup.alone():
-        models = {"setup": setup, "source": compared, "checkpoint": checkpoint}
-        stations = {name: make(**models) for name, make in makers.items()}
-        servers = planned([*stations.values()], those(compared, checkpoint))
-        lines = [*_in_words(servers)]
-        if dry_run:
-            answer({"servers": lines}, lines, as_json=served.as_json)
-            return
-        for line in lines:
-            tell(line)
-        facts, failure = measured(stations, those(compared, checkpoint), setup)
     tasks = [protocol.task for protocol in listed]
-    judged = session.keep(facts, checkpoint, compared, gates=gates, listed_tasks=tasks)
-    if failure:
-        raise failure
+    facts, judged = session.measure(makers, "check", gates=gates, listed_tasks=tasks)
     value = {**facts, "judgement": judged}
     status = exit_status(judged, facts)
     answer(value, [*shown(facts, judged), session.places], as_json=served.as_json, status=status)
@@ -249,15 +231,6 @@ def _stations(
         most = asked.tokens or _TOKENS
         makers["closeness"] = partial(closeness.Closeness, text=text, tokens=most)
     return makers
-
-
-def _in_words(servers: "Sequence[Sequence[Work]]") -> Iterator[str]:
-    """What is started, and what for."""
-    yield f"servers to start, one after the other: {len(servers)}"
-    for works in servers:
-        first = works[0]
-        what = dict.fromkeys(f"{work.model.title}: {work.task}" for work in works)
-        yield f"k={first.k} {' '.join(first.words)}".rstrip() + f", {', '.join(what)}"
 
 
 def _judge(path: Path, *, as_json: bool) -> None:

@@ -16,7 +16,6 @@ from ..validate.facts.results import in_order
 from ..validate.facts.rows import Row
 from ..validate.facts.schema import JudgementFact
 from ..validate.facts.served import has_no_block
-from ..validate.measure.bench import BenchPlan
 from ..validate.report import tables
 from ..validate.report.gates import verdict_on
 from .exits import FINDINGS, OF_VERDICT
@@ -81,22 +80,6 @@ def calibrated(fact: CalibrationFact) -> Iterator[RenderableType]:
         yield drawn(title, tables.candidates(fact))
     yield from tables.calibration_notes(fact)
     yield ""
-
-
-def would_do(plan: BenchPlan, num_checkpoints: int) -> dict[str, Any]:
-    """What a run would do."""
-    servers = len(plan.ks) * num_checkpoints
-    requests = sum(map(plan.num_requests, plan.concurrency)) * plan.repeat * servers
-    return {
-        "checkpoints": num_checkpoints,
-        "servers": servers,
-        "k": list(plan.ks),
-        "concurrency": list(plan.concurrency),
-        "repetitions": plan.repeat,
-        "requests": requests,
-        "output_tokens": plan.output_tokens,
-        "prompts": f"{len(plan.prompts.items):,} of {plan.prompts.name}",
-    }
 
 
 def exit_status(judged: JudgementFact, facts: Mapping[str, Any]) -> int:

@@ -6,12 +6,14 @@ check` writes its report with `recorder`.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from ..checkpoints.identity import Identity, identify
 from ..checkpoints.mtp_source import has_mtp
@@ -30,8 +32,9 @@ from ..validate.check.pair import as_of_draft
 from ..validate.facts.results import now, report_folder, write_result
 from ..validate.facts.rows import Arm
 from ..validate.facts.schema import JudgementFact
+from ..validate.facts.served import those
 from ..validate.measure.cures import switched_on, told
-from ..validate.measure.harness import Model, Setup
+from ..validate.measure.harness import Measuring, Model, Setup, Work, measured, planned
 from ..validate.measure.room import refuse_no_room
 from ..validate.measure.serve_line import refuse_settings
 from ..validate.measure.server import refuse_words
@@ -40,7 +43,7 @@ from ..validate.report.check_data import check_data, record_check, record_static
 from ..validate.report.gates import decided_in, judge
 from .options import ServeOptions, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, downloaded
-from .tables import tell
+from .tables import answer, tell
 
 _CURE = "Name it with --source, or compare nothing with --source none"
 
@@ -215,7 +218,39 @@ class Session:
         """Where the results and the servers' logs are."""
         return f"Results: {self.out}; logs: {self.out / 'logs'}"
 
-    def keep(
+    def measure(
+        self, makers: Mapping[str, Callable[..., Measuring]], *but: str, **how: Any
+    ) -> tuple[dict[str, Any], JudgementFact]:
+        """Ask what is missing, and keep what is found. A dry run ends here, with the servers that
+        would be started.
+
+        Args:
+            makers: of a `Setup` and both models each makes a station, by the name of its part.
+            but: see `models`.
+            how: see `keep`.
+
+        Raises:
+            ServerFailed: a server failed, also where other stations have their answers.
+        """
+        checkpoint, source = self.models(*but, *makers)
+        models = those(source, checkpoint)
+        stations = {}
+        with self.watched() as setup, setup.alone():
+            for name, make in makers.items():
+                stations[name] = make(setup=setup, source=source, checkpoint=checkpoint)
+            lines = [*_in_words(planned(stations.values(), models))]
+            if self.is_dry:
+                answer({"servers": lines}, lines, as_json=self.options.as_json)
+                raise typer.Exit
+            for line in lines:
+                tell(line)
+            facts, failure = measured(stations, models, setup)
+        judged = self._keep(facts, checkpoint, source, **how)
+        if failure:
+            raise failure
+        return facts, judged
+
+    def _keep(
         self, facts: Mapping[str, Any], checkpoint: Model, source: Model | None, **how: Any
     ) -> JudgementFact:
         """Write results, by the name of their part in report.json, and the report.
@@ -224,9 +259,10 @@ class Session:
             `judge`, where they join none.
         """
         vllm = self.setup.vllm.version
-        for fact in facts.values():
-            write_result(self.out, fact, checkpoint=checkpoint.identity, vllm=vllm)
         target = checkpoint.target and checkpoint.target.as_target
+        of = checkpoint.identity
+        for fact in facts.values():
+            write_result(self.out, fact, checkpoint=of, vllm=vllm, target=target)
         compared = source and source.source
         # Next to the checkpoint's other results, or a folder of its own: then the report has a
         # check of these bytes made for it, and no other measurement.
@@ -241,6 +277,15 @@ class Session:
         report = reports.assemble(data, vllm=vllm, made_at=now(), **made)
         reports.write(self.out, report)
         return judgement
+
+
+def _in_words(servers: Sequence[Sequence[Work]]) -> Iterator[str]:
+    """What is started, and what for."""
+    yield f"servers to start, one after the other: {len(servers)}"
+    for works in servers:
+        first = works[0]
+        what = dict.fromkeys([f"{work.model.title}: {work.task}" for work in works])
+        yield f"k={first.k} {' '.join(first.words)}".rstrip() + f", {', '.join(what)}"
 
 
 def recorder(paths: list[str], draft: str = "") -> Callable[[Checked], Path]:

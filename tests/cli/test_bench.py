@@ -1,15 +1,17 @@
 """`keepmtp bench` says what it would do, and prints a matrix as publishers do."""
 
 import io
+import shutil
 
 import pytest
-from commands import ROOT, assert_shows, ran
+from commands import GLM, assert_shows, ran
 from data_files import cases
 from keepmtp.cli.bench import numbers
 from keepmtp.cli.measured import benched as shown
 from keepmtp.recipes.errors import RecipeError
 from rich.console import Console
 from stations import bench_fact
+from stub_vllm import stub_vllm
 
 NO_NUMBERS = " a 1.. 4..1 -1 1;2 0 1..1000000 99999999"
 
@@ -26,12 +28,16 @@ def test_no_numbers(words):
         numbers("--concurrency", words, least=1)
 
 
-def test_a_dry_run_counts_cells_and_servers(tmp_path):
-    model = "models/tiny-glm4-moe"
-    line = f"bench {ROOT}/{model} --source {ROOT}/{model} --concurrency 1,8 --dry-run"
-    says = "checkpoints 2, servers 10, k 0; 1; 2; 3; 4, concurrency 1; 8, repetitions 3, requests 1440, "
-    assert ran(line, cwd=tmp_path) == f"{says}output_tokens 256, prompts 400 of held_out.jsonl\n"
-    assert not list(tmp_path.iterdir())
+def test_a_dry_run_names_the_servers(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path)))
+    made = shutil.copytree(GLM, tmp_path / "made")
+    (made / "number.txt").write_text("1")
+    said = ran(f"bench {made} --source {GLM} --concurrency 1,8 --dry-run", cwd=tmp_path)
+    first, *servers = said.splitlines()
+    assert first == "servers to start, one after the other: 10"
+    for whose, lines in (("source", servers[:5]), ("checkpoint", servers[5:])):
+        assert lines == [f"k={k}, {whose}: speed" for k in range(5)]
+    assert not (tmp_path / "made.report" / "bench.json").exists()
 
 
 def test_source_and_checkpoint_stand_beside_each_other_and_a_sentence_says_which_k_to_serve():

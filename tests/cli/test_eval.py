@@ -9,11 +9,12 @@ import pytest
 from commands import GLM, assert_shows
 from data_files import cases, put_json
 from evaluations import Answers, evaluation, several
+from keepmtp.cli import session
 from keepmtp.cli.main import app
 from keepmtp.cli.measured import shown
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation, Gates
-from keepmtp.validate.measure import harness, tasks
+from keepmtp.validate.measure import tasks
 from keepmtp.validate.report.gates import judge
 from real_vllm import CPU
 from reports import UNTRIED
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch) -> Path:
     """A checkpoint without a record, and no server that could be started."""
-    monkeypatch.setattr(harness, "measured", lambda *_, **__: pytest.fail("a server was started"))
+    monkeypatch.setattr(session, "measured", lambda *_, **__: pytest.fail("a server was started"))
     return Path(shutil.copytree(GLM, tmp_path / "made"))
 
 
@@ -113,8 +114,8 @@ def test_lost_drafts_are_an_exit_status_though_the_score_is_kept(
     fact = evaluation(checkpoint={"shares": shares})
     for name in ("tasks.refuse_model", "lm_eval_task.questions"):
         monkeypatch.setattr(f"keepmtp.validate.measure.{name}", lambda *_, **__: None)
-    monkeypatch.setattr(harness, "planned", lambda *_: [])
-    monkeypatch.setattr(harness, "measured", lambda *_: ({"evaluation": fact}, None))
+    monkeypatch.setattr(session, "planned", lambda *_: [])
+    monkeypatch.setattr(session, "measured", lambda *_: ({"evaluation": fact}, None))
     monkeypatch.setattr("keepmtp.cli.session.chosen_vllm", lambda: CPU)
     record(checkpoint)
     words = ["eval", str(checkpoint), "--source", str(GLM), "--out", str(tmp_path / "out")]

@@ -58,9 +58,9 @@ def draft(folder: Path) -> Path:
     pair = with_loads(with_draft(examine(model), examine(folder)), [reports.account("sm90", 1)])
     own = as_of_draft(pair, target)
     data = check_data(own.data, own.source)
-    measured.write(where, data, identity)
-    serve = reports.accepting(18_000, 18_000, 20_000).model_copy(update={"target": target})
-    measured.write(where, serve, identity)
+    serve = reports.accepting(18_000, 18_000, 20_000)
+    for fact in (data, serve):
+        measured.write(where, fact, identity, target=target)
     full_reports.refresh(where)
     return folder
 

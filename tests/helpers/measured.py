@@ -13,7 +13,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.results import report_folder, write_result
-from keepmtp.validate.facts.served import ResultFact, counters
+from keepmtp.validate.facts.served import ResultFact, TargetFact, counters
 from keepmtp.validate.measure.store import Answer, Header, Samples, Sitting, finish
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
@@ -67,9 +67,22 @@ def measured(
     return evidence
 
 
-def write(evidence: Path, fact: ResultFact, identity: Identity, made_at: str = SERVED_AT) -> None:
+def write(
+    evidence: Path,
+    fact: ResultFact,
+    identity: Identity,
+    made_at: str = SERVED_AT,
+    target: TargetFact | None = None,
+) -> None:
     """A result, as vLLM 0.32.0 gave it."""
-    write_result(evidence, fact, checkpoint=identity, vllm=reports.VLLM, made_at=made_at)
+    write_result(
+        evidence,
+        fact,
+        checkpoint=identity,
+        vllm=reports.VLLM,
+        target=target,
+        made_at=made_at,
+    )
 
 
 def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:

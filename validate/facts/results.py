@@ -8,6 +8,7 @@ checkpoint NAME.
     station, schema         check or one of `MEASURED`; the version of its form
     keepmtp, vllm, made_at  what measured, and when (UTC)
     checkpoint              `Identity`: the bytes, file by file
+    target                  of a draft of its own: what it was checked or served with
     data                    `CheckData`, `ServeCheck`, `EvaluationFact`, `BenchFact`, ...
     seal                    SHA-256 of all of that; an edited file is refused, and measured again
 
@@ -104,6 +105,7 @@ class Result(Fact, Generic[Data]):
     vllm: str
     made_at: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$")]
     checkpoint: Identity
+    target: OfDraft = None
     data: Data
     seal: str = ""
 
@@ -184,6 +186,7 @@ def write_result(
     *,
     checkpoint: Identity,
     vllm: str,
+    target: TargetFact | None = None,
     made_at: str = "",
 ) -> Path:
     """Write a station's result over an older one; returns the file's path.
@@ -193,6 +196,7 @@ def write_result(
         data: what was measured.
         checkpoint: the bytes it was measured on, from `identity.identify`.
         vllm: the version that judged or served.
+        target: of a draft of its own.
         made_at: default `now`.
     """
     refuse_strange(folder)
@@ -203,6 +207,7 @@ def write_result(
         vllm=vllm,
         made_at=made_at or now(),
         checkpoint=checkpoint,
+        target=target,
         data=data,
     )
     content = result.model_dump(mode="json", by_alias=True)

@@ -381,7 +381,6 @@ class ServeCheck(StationFact):
         source: what the checkpoint is compared with; None where the user had none.
         checkpoint: the checkpoint that is judged.
         num_prompts: that were asked.
-        target: of a draft of its own, which is the checkpoint.
     """
 
     station = "serve"
@@ -392,7 +391,6 @@ class ServeCheck(StationFact):
     source: Served | None
     checkpoint: Served
     num_prompts: Count
-    target: OfDraft = None
 
     def rows(self, wanted: str) -> Iterator[Row]:
         """By k what was accepted, and outputs that are those of k=0."""

@@ -1,7 +1,7 @@
 """Measures a matrix: a checkpoint and its source, each with every k, under every load, several
 times.
 
-In: local checkpoints, a `BenchPlan` and a `VLLM`. Out: a `BenchFact`, and the file of each
+In: local checkpoints and a `Setup`. Out: a `BenchFact`, and the file of each
 checkpoint's repetitions.
 
 The order: a server for each k; with it every load once, then every load again. So a machine that
@@ -49,8 +49,8 @@ _MAX_WORDS = 300
 
 
 @frozen
-class BenchPlan:
-    """What to measure.
+class Bench:
+    """The station: how to serve, whom, and what to measure.
 
     Attributes:
         ks: tokens drafted a step, ascending.
@@ -61,6 +61,9 @@ class BenchPlan:
         seed: of the order in which prompts are taken.
     """
 
+    setup: Setup
+    source: Model | None
+    checkpoint: Model
     ks: tuple[int, ...]
     concurrency: tuple[int, ...]
     prompts: Prompts
@@ -69,41 +72,20 @@ class BenchPlan:
     repeat: int
     seed: int
 
-    def num_requests(self, concurrency: int) -> int:
-        """Of one repetition: four for each that is in flight, and sixteen at least, where the user
-        names none.
-        """
-        return self.requests or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
-
-    def sent(self, concurrency: int, form: RequestForm) -> list[str]:
-        """What a load is asked."""
-        return texts(self.prompts, self.num_requests(concurrency), seed=self.seed, form=form)
-
-
-@frozen
-class Bench:
-    """The station: how to serve, whom, and what to measure."""
-
-    setup: Setup
-    source: Model | None
-    checkpoint: Model
-    plan: BenchPlan
-
     def works(self, model: Model) -> list[Work]:
         """What a checkpoint's matrix is asked, a server for each k."""
-        return [self._work(model, k) for k in sorted({drafted_by(model, k) for k in self.plan.ks})]
+        return [self._work(model, k) for k in sorted({drafted_by(model, k) for k in self.ks})]
 
     def fact(self, failures: Failures) -> BenchFact:
         """Both matrices, once they are whole."""
-        plan = self.plan
         return BenchFact(
             checkpoint=self._benched(self.checkpoint),
             source=self.source and self._benched(self.source),
-            prompts=plan.prompts.name,
-            prompts_sha256=plan.prompts.sha256,
-            num_prompts=len(plan.prompts.items),
-            output_tokens=plan.output_tokens,
-            seed=plan.seed,
+            prompts=self.prompts.name,
+            prompts_sha256=self.prompts.sha256,
+            num_prompts=len(self.prompts.items),
+            output_tokens=self.output_tokens,
+            seed=self.seed,
             environment=self.setup.environment,
         )
 
@@ -111,7 +93,7 @@ class Bench:
         """One checkpoint's whole matrix."""
         cells = []
         works = self.works(model)
-        for concurrency, work in product(self.plan.concurrency, works):
+        for concurrency, work in product(self.concurrency, works):
             lines = []
             for line in work.file.in_order():
                 if line.concurrency == concurrency:
@@ -126,21 +108,30 @@ class Bench:
             **works[-1].file.served,
         )
 
+    def num_requests(self, concurrency: int) -> int:
+        """Of one repetition: four for each that is in flight, and sixteen at least, where the user
+        names none.
+        """
+        return self.requests or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
+
+    def _sent(self, concurrency: int, form: RequestForm) -> list[str]:
+        """What a load is asked."""
+        return texts(self.prompts, self.num_requests(concurrency), seed=self.seed, form=form)
+
     def form_of(self, model: Model) -> RequestForm:
         """Messages where the checkpoint or the user's words have a chat template, else texts."""
         return "chat" if has_template(model.source, self.setup.extra) else "completions"
 
     def _work(self, model: Model, k: int) -> Work:
         """One server's part of the matrix."""
-        plan = self.plan
         form = self.form_of(model)
         name = f"bench.{model.role}.k{k}"
-        most = max(plan.concurrency)
+        most = max(self.concurrency)
         room = room_for(
-            plan.sent(most, form),
+            self._sent(most, form),
             model.source,
             is_chat=form == "chat",
-            max_tokens=plan.output_tokens,
+            max_tokens=self.output_tokens,
         )
         file = self.setup.answers(
             name,
@@ -148,16 +139,16 @@ class Bench:
             model,
             k=k,
             form=form,
-            prompts_sha256=plan.prompts.sha256,
-            requests=plan.requests,
-            output_tokens=plan.output_tokens,
-            seed=plan.seed,
+            prompts_sha256=self.prompts.sha256,
+            requests=self.requests,
+            output_tokens=self.output_tokens,
+            seed=self.seed,
             max_num_seqs=most,
             max_model_len=room,
         )
         # All loads once before any again: a machine that becomes slower shows in each one's spread.
         file.wanted = []
-        for number, concurrency in product(range(plan.repeat), plan.concurrency):
+        for number, concurrency in product(range(self.repeat), self.concurrency):
             file.wanted.append((concurrency, number))
 
         @contextmanager
@@ -209,11 +200,11 @@ class Bench:
                 repetition.
                 """
                 load = place[0]
-                sent = plan.sent(load, form)
+                sent = self._sent(load, form)
                 if load not in warm:
                     warm.add(load)
-                    measured(place, sent[:load], min(WARM_UP_TOKENS, plan.output_tokens))
-                return measured(place, sent, plan.output_tokens)
+                    measured(place, sent[:load], min(WARM_UP_TOKENS, self.output_tokens))
+                return measured(place, sent, self.output_tokens)
 
             with _client(self.setup, server, log) as answered:
                 yield ask
@@ -227,7 +218,7 @@ class Bench:
             max_model_len=room,
             max_num_seqs=most,
             unit="repetition",
-            task=f"k={k}",
+            task="speed",
         )
 
 

@@ -46,13 +46,11 @@ class AcceptanceStation:
         """What both answered, or how their servers failed; without a source acceptance stays
         unjudged.
         """
-        target = self.checkpoint.target
         return ServeCheck(
             source=self.source and self.served(self.source, failures),
             checkpoint=self.served(self.checkpoint, failures),
             num_prompts=len(self.prompts),
             environment=self.setup.environment,
-            target=target and target.as_target,
         )
 
     def served(self, model: Model, failures: Failures) -> Served:

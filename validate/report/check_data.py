@@ -61,7 +61,7 @@ def record_static(
 def record_check(folder: Path, checked: Checked, identity: Identity) -> None:
     """Write check.json of what was found."""
     data = check_data(checked.data, checked.source)
-    write_result(folder, data, checkpoint=identity, vllm=data.judged_by)
+    write_result(folder, data, checkpoint=identity, vllm=data.judged_by, target=data.target)
 
 
 def static(

@@ -289,21 +289,20 @@ def _refuse_other(
     folder: Path, result: Result[Any], identity: Identity, target: TargetFact | None
 ) -> None:
     mine = result.checkpoint.sha256
-    served_with = getattr(result.data, "target", None)
     station = result.station
     rule = f"must be measured on the same bytes as the others, {identity.sha256}"
     got: object = mine
     if mine == identity.sha256:
-        if is_same(served_with, target):
+        if is_same(result.target, target):
             return
         rule = f"must be measured with the same target as the others, {target}"
-        got = served_with
+        got = result.target
     raise CheckpointError(
         file_of(folder, station),
         rule,
         got=got,
         cure="Remove it, and measure again with "
-        f"`{command(station, folder, target or served_with)}`",
+        f"`{command(station, folder, target or result.target)}`",
     )
 
 

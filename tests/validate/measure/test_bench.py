@@ -1,6 +1,7 @@
 """What is asked for a speed matrix, what is measured already, and which k it recommends."""
 
 import json
+from typing import Any
 
 import pytest
 from commands import GLM
@@ -26,32 +27,33 @@ def vllm(monkeypatch, tmp_path) -> VLLM:
     return find_vllm()
 
 
-def plan(**changes) -> matrix.BenchPlan:
+def plan(**changes) -> dict[str, Any]:
     asked = {"ks": (0, 1), "concurrency": (1, 4), "output_tokens": 64, "repeat": 2, "requests": 8}
-    return matrix.BenchPlan(**(asked | {"prompts": read_prompts(None), "seed": 0} | changes))
+    return asked | {"prompts": read_prompts(None), "seed": 0} | changes
 
 
 def model(role) -> Model:
     return Model(role=role, source=open_source(GLM), identity=identify(GLM))
 
 
-def bench(setup: Setup, asked: matrix.BenchPlan, source: Model | None = None) -> BenchFact:
+def station(setup: Setup, asked: dict[str, Any], source: Model | None = None) -> matrix.Bench:
+    return matrix.Bench(setup=setup, source=source, checkpoint=model("checkpoint"), **asked)
+
+
+def bench(setup: Setup, asked: dict[str, Any], source: Model | None = None) -> BenchFact:
     """What is found of the checkpoint, and of a source."""
-    whose = {"source": source, "checkpoint": model("checkpoint")}
-    return found_by(matrix.Bench(setup=setup, plan=asked, **whose))
+    return found_by(station(setup, asked, source))
 
 
-def files(setup: Setup, asked: matrix.BenchPlan, role: str = "checkpoint") -> list[LineFile]:
+def files(setup: Setup, asked: dict[str, Any], role: str = "checkpoint") -> list[LineFile]:
     """One for each k."""
-    whose = {"source": None, "checkpoint": model("checkpoint")}
-    station = matrix.Bench(setup=setup, plan=asked, **whose)
-    return [work.file for work in station.works(model(role))]
+    return [work.file for work in station(setup, asked).works(model(role))]
 
 
-def measured(setup: Setup, asked: matrix.BenchPlan, role: str, rate: float) -> list[LineFile]:
+def measured(setup: Setup, asked: dict[str, Any], role: str, rate: float) -> list[LineFile]:
     """The whole matrix, of so many tokens a second at k=0."""
     found = files(setup, asked, role)
-    for k, lines in zip(asked.ks, found, strict=True):
+    for k, lines in zip(asked["ks"], found, strict=True):
         lines.add(Sitting(sitting=1, as_served="native", reason=""))
         for concurrency, number in lines.wanted:
             one = repetition(k, rate * (1 + k), number=number)
@@ -102,8 +104,9 @@ def test_a_template_of_the_users_words_asks_messages(vllm, tmp_path):
     assert forms == ["completions", "chat"]
 
 
-def test_a_load_has_enough_requests():
-    assert [plan(requests=0).num_requests(each) for each in (1, 8, 32)] == [16, 32, 128]
+def test_a_load_has_enough_requests(vllm, tmp_path):
+    asked = station(Setup(vllm=vllm, out=tmp_path), plan(requests=0))
+    assert [asked.num_requests(each) for each in (1, 8, 32)] == [16, 32, 128]
 
 
 # --- which k is recommended -----------------------------------------------------------------------
