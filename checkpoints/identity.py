@@ -163,17 +163,15 @@ def remembered(folder: Path, *, cache: Path) -> Identity | None:
 
 def _identity(folder: Path, files: Mapping[str, _Seen]) -> Identity:
     facts = {}
-    for path, file in files.items():
+    digest = hashlib.sha256()
+    for path, file in sorted(files.items()):
         name = Path(path).relative_to(os.path.abspath(folder)).as_posix()
         if "\n" in name:
             raise CheckpointError(
                 repr(name), "a file's name must be one line", got="a line break", cure="Rename it"
             )
         facts[name] = FileFact(num_bytes=file.num_bytes, sha256=file.sha256)
-    facts = dict(sorted(facts.items()))
-    digest = hashlib.sha256()
-    for name, fact in facts.items():
-        digest.update(f"{fact.sha256} {fact.num_bytes} {name}\n".encode())
+        digest.update(f"{file.sha256} {file.num_bytes} {name}\n".encode())
     return Identity(sha256=digest.hexdigest(), files=facts)
 
 

@@ -29,7 +29,7 @@ from .quark import read_quark
 # Names that vLLM reads as another one.
 ALIASES = {"auto-round": "inc", "compressed_tensors": "compressed-tensors"}
 _ELSEWHERE = "Serve it with the engine that it was made for, or quantize the original release"
-_LOWER = f"{_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}"
+_LOWER = _ELSEWHERE.lower()
 NO_METHOD = "quantization_config without quant_method"
 UNQUANTIZED = Dialect(name="none", answer=plain())
 
