@@ -257,7 +257,10 @@ class Calibration(Texts):
             return {}
         # Compiled layers have other last bits.
         knobs = {"enable_torch_compile": False}
-        return (self.autoround or AutoRoundKnobs()).model_dump() | knobs
+        own = self.autoround
+        if own is None:
+            own = AutoRoundKnobs()
+        return own.model_dump() | knobs
 
     @property
     def mix(self) -> tuple[TextsOfMix, ...]:

@@ -164,10 +164,13 @@ class FamilyView:
         count = self.text_config.get(key)
         if count is not None:
             return int(count)
+        got = "nothing"
+        if lists:
+            got = "none of them"
         raise CheckpointError(
             "config.json",
             f"{' or '.join((key, *lists))} must say how many decoder layers there are",
-            got="none of them" if lists else "nothing",
+            got=got,
             cure=(
                 "Take the key from the original release; if that lacks it too, keepmtp's table "
                 f"for {self.family.model_type} does not know this release"

@@ -189,10 +189,10 @@ def choose(
     own_blocks = [flat["calibration"] for flat in file.flat.values() if flat.get("calibration")]
     usual = next(iter(own_blocks), usual)
     if mtp is not None:
-        mtp = _spelled(mtp, _POLICIES) or mtp
+        mtp = _meant(mtp, _POLICIES)
     meant = dict[str, str]()
     for key, word in (changes or {}).items():
-        meant[key] = _spelled(word, (*_POLICIES, *FORMATS)) or word
+        meant[key] = _meant(word, (*_POLICIES, *FORMATS))
     changed = recipe.with_choices(
         scheme=override,
         mtp=mtp,
@@ -228,6 +228,14 @@ def _spelled(word: str, known: Iterable[str]) -> str | None:
         if folded(name) == folded(word):
             return name
     return None
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """That name, or the word itself, which is refused where it is used."""
+    name = _spelled(word, known)
+    if name is None:
+        return word
+    return name
 
 
 def _names_near(name: str) -> list[str]:

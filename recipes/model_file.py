@@ -228,7 +228,9 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         summary = summary_of(backbone, variant["mtp"], is_calibrated=calibration is not None)
         if "kv_cache" in variant:
             summary += f", {variant['kv_cache']} KV cache"
-        algorithm = calibration.get("algorithm") if isinstance(calibration, Mapping) else "minmax"
+        algorithm = "minmax"
+        if isinstance(calibration, Mapping):
+            algorithm = calibration.get("algorithm")
         if algorithm != "minmax":
             summary += f", by {algorithm}"
     flat = {

@@ -16,8 +16,8 @@ tests/checkpoints/dialects/test_dialects.py.
 import re
 from collections.abc import Iterable
 
-from .families import families
-from .family import Family, Part, Renames
+from .families import family_of
+from .family import Part, Renames
 from .family_view import FamilyView
 from .frozen import Raw, frozen
 from .runtimes.vllm import NEWEST
@@ -74,14 +74,6 @@ class Renamer:
         if self.renames is not None and len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
             return self.name(entry[:-1]), self.name(entry[:-1] + ".*")
         return (self.name(entry),)
-
-
-def family_of(config: Raw, vllm: str = NEWEST) -> Family | None:
-    """The table of this config.json's model; None where keepmtp has none."""
-    architecture = (config.get("architectures") or [""])[0]
-    model_type = str(config.get("model_type", ""))
-    known = families(vllm)
-    return known.get(str(architecture)) or known.get(model_type)
 
 
 def renamer(config: Raw, part: Part = "backbone", vllm: str = NEWEST) -> Renamer:

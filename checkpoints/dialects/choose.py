@@ -10,9 +10,10 @@ Easy to get wrong: where the config is.
 from collections.abc import Mapping
 
 from ...recipes.errors import CheckpointError
+from ...recipes.families import family_of
 from ...recipes.family import HFName, Part
 from ...recipes.frozen import Json, without
-from ...recipes.renamer import family_of, renamer
+from ...recipes.renamer import renamer
 from ...recipes.runtimes.vllm import NEWEST, asked, minor
 from ..companions import HF_QUANT_CONFIG
 from ..stored import FLOATS

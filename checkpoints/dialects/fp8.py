@@ -15,11 +15,12 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ...recipes.families import family_of
 from ...recipes.family import VLLMName
 from ...recipes.family_view import language_config
 from ...recipes.forms import E8M0
 from ...recipes.frozen import Json, frozen
-from ...recipes.renamer import Renamer, family_of
+from ...recipes.renamer import Renamer
 from .dialect import Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import Fp8Given, Raw, read_given
 from .matching import ENCODED, plain, registers, skipped

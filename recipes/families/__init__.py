@@ -49,6 +49,17 @@ def without_table() -> Mapping[str, str]:
     return load_shipped(FOLDER / "_without_table.yaml")
 
 
+def family_of(config: Raw, vllm: str = NEWEST) -> Family | None:
+    """The table of this config.json's model, by its first architecture or its model_type; None
+    where keepmtp has none.
+    """
+    known = families(vllm)
+    for name in (_architecture(config), config.get("model_type")):
+        if str(name) in known:
+            return known[str(name)]
+    return None
+
+
 def find_family(
     config: Raw, where: object, names: Iterable[str] = (), vllm: str = NEWEST
 ) -> Family:
@@ -65,7 +76,7 @@ def find_family(
     """
     model_type, architecture = config.get("model_type", ""), _architecture(config)
     file, rule = f"{where}/config.json", "vLLM must have an MTP draft for the model"
-    family = families(vllm).get(architecture) or families(vllm).get(model_type)
+    family = family_of(config, vllm)
     is_dspark = has_dspark(config, names)
     drafts_only_so = bool(family) and family.method == "dspark"
     elsewhere = drafted_elsewhere(config, vllm)
@@ -130,7 +141,9 @@ def _is_any_model(config: Raw, vllm: str) -> bool:
 def _architecture(config: Raw) -> Any:
     """The first architecture of config.json; "" where it has no list of them."""
     architectures = config.get("architectures")
-    return architectures[0] if isinstance(architectures, list) and architectures else ""
+    if isinstance(architectures, list) and architectures:
+        return architectures[0]
+    return ""
 
 
 def has_dspark(config: Raw, names: Iterable[str] = ()) -> bool:
