@@ -1026,7 +1026,7 @@ test_table_is_as_built = finds(
 def test_inputs_of_one_group_have_no_order(changes, is_refused):
     """As vLLM 0.32.0 has it: utils/gptq_utils.py, `normalize_and_validate_gptq_desc_act`."""
     raw = SAID["gptq"] | {"desc_act": True} | changes
-    assert read_gptq(raw, Renamer(), ()).error == ("", ACT_ORDER)[is_refused]
+    assert read_gptq(raw, Renamer(), ()).answer.error == ("", ACT_ORDER)[is_refused]
 
 
 test_packed_head_loads = finds(
