@@ -36,7 +36,9 @@ _LONGEST = 80  # characters of an error in a row; the findings have it whole
 
 def gpu_title(gpu: str) -> str:
     """A GPU as both the dry load and people call it: `sm100 (B200)`."""
-    return f"{gpu} ({GPU_NAMES[gpu]})" if gpu in GPU_NAMES else gpu
+    if gpu in GPU_NAMES:
+        return f"{gpu} ({GPU_NAMES[gpu]})"
+    return gpu
 
 
 class KernelUse(Fact):
@@ -320,7 +322,9 @@ def with_cures(loads: Iterable[DryLoad]) -> str:
         cures |= dict.fromkeys(load.cures)
     if not cures:
         return ""
-    plural = "s" if len(cures) > 1 else ""
+    plural = ""
+    if len(cures) > 1:
+        plural = "s"
     return f", with keepmtp's cure{plural} {listed(cures)}"
 
 
@@ -333,7 +337,10 @@ def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
     # GPUs with the same TP sizes are named together.
     by_gpu: dict[str, dict[int, None]] = defaultdict(dict)
     for load in loads:
-        by_gpu[gpu_title(load.gpu) if is_named else load.gpu][load.tp] = None
+        gpu = load.gpu
+        if is_named:
+            gpu = gpu_title(gpu)
+        by_gpu[gpu][load.tp] = None
     together: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for gpu, sizes in by_gpu.items():
         together[tuple(sizes)].append(gpu)

@@ -222,14 +222,20 @@ class TaskFact(StationFact):
     @model_validator(mode="after")
     def _has_the_same_filters(self) -> "TaskFact":
         names = self.checkpoint.filters
-        switches = self.drafting.switches if self.drafting else ()
+        switches = ()
+        compared = []
+        drafting = []
+        if self.drafting:
+            switches = self.drafting.switches
+        if self.source:
+            compared = names
+        if self.plain:
+            drafting = [*names, NOT_EMPTY]
         rows = [
             *[arm.filters for arm in self.arms],
             [pair.filter for pair in self.paired],
             [switch.reads for switch in switches],
         ]
-        compared = names if self.source else []
-        drafting = [*names, NOT_EMPTY] if self.plain else []
         wanted = [*[names for _ in self.arms], compared, drafting]
         if rows != wanted or len(set(names)) != len(names):
             raise ValueError("scores, pairs and switches must be of the same, different filters")

@@ -101,8 +101,10 @@ class LosslessFact(StationFact):
         found = fact and _compared([*fact._pairs()])
         if found:
             chance, says = found
-            verdict = "regression" if chance < CHANCE else "pass"
-            yield reason("lossless", verdict, says)
+            if chance < CHANCE:
+                yield reason("lossless", "regression", says)
+            else:
+                yield reason("lossless", "pass", says)
 
     def _pairs(self) -> Iterator[_Pair]:
         plain = {one.way: one for one in self.checkpoint.asked if not one.k}
@@ -127,8 +129,12 @@ def _compared(pairs: Sequence[_Pair]) -> tuple[float, str] | None:
         servers = " or ".join(dict.fromkeys([whose for whose, _, _ in pairs]))
         return chance, f"No answer {servers} alone has a fault."
     kinds = ", ".join(dict.fromkeys([name.partition(" ")[0] for name in names]))
-    have = "have" if names[1:] else "has"
-    how = "beyond chance" if chance < CHANCE else "no more than chance gives"
+    have = "has"
+    if len(names) > 1:
+        have = "have"
+    how = "no more than chance gives"
+    if chance < CHANCE:
+        how = "beyond chance"
     return chance, (
         f"Asked {way}, {counted(len(names), 'answer')} {whose} alone {have} a fault of {fault} "
         f"({kinds}), and {num_before:,} the other way round (exact sign test: {chance:.2g}), {how}."

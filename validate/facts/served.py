@@ -409,7 +409,9 @@ class ServeCheck(StationFact):
     @property
     def asked(self) -> tuple[str, ...]:
         """Without a source nothing is compared, by choice."""
-        return ("acceptance",) if self.source else ()
+        if self.source is None:
+            return ()
+        return ("acceptance",)
 
     @property
     def has_no_block(self) -> bool:
@@ -421,9 +423,10 @@ class ServeCheck(StationFact):
         if not self.checkpoint.drafting:
             return None
         sources = {}
-        for run in self.source.drafting if self.source else ():
-            if run.draft_tokens:
-                sources[run.k] = run
+        if self.source:
+            for run in self.source.drafting:
+                if run.draft_tokens:
+                    sources[run.k] = run
         run = max(self.checkpoint.drafting, key=lambda run: (run.k in sources, run.k))
         return Drafted(
             what=counted(self.num_prompts, "prompt"),

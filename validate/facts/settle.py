@@ -103,7 +103,9 @@ def settle(
     bound = f"at most {estimate.shown(math.ceil(1e4 * upper) / 1e4)}"
     if is_floor != (verdict == "regression"):
         bound = f"at least {estimate.shown(math.floor(1e4 * lower) / 1e4)}"
-    word = "at least" if is_floor else "at most"
+    word = "at most"
+    if is_floor:
+        word = "at least"
     says = (
         f"{estimate.says}, {bound} at {limit(gates.confidence)} confidence ({estimate.how}); "
         f"{word} {estimate.shown(wanted)} is asked for."
@@ -157,7 +159,9 @@ def worst(reasons: Iterable[ReasonFact]) -> JudgementWord:
     verdicts = {one.verdict for one in reasons}
     if "regression" in verdicts:
         return "regression"
-    return "infeasible" if "infeasible" in verdicts else "pass"
+    if "infeasible" in verdicts:
+        return "infeasible"
+    return "pass"
 
 
 def reason(gate: str, verdict: JudgementWord, says: str) -> ReasonFact:

@@ -120,7 +120,9 @@ class Bench:
 
     def form_of(self, model: Model) -> RequestForm:
         """Messages where the checkpoint or the user's words have a chat template, else texts."""
-        return "chat" if has_template(model.source, self.setup.extra) else "completions"
+        if has_template(model.source, self.setup.extra):
+            return "chat"
+        return "completions"
 
     def _work(self, model: Model, k: int) -> Work:
         """One server's part of the matrix."""

@@ -118,8 +118,10 @@ def refuse_full_disk(source: Source, folder: Path) -> int:
     """
     needed = 0
     for each in _held(source):
-        is_entry = isinstance(each, Entry)
-        needed += total_bytes([each]) if is_entry else num_bytes("BF16", each.shape)
+        if isinstance(each, Entry):
+            needed += total_bytes([each])
+        else:
+            needed += num_bytes("BF16", each.shape)
     on_gpu = "serve it on a GPU, where no copy is needed"
     cure = f"A BF16 copy of {source.where} is served: choose another --out, or {on_gpu}"
     refuse_small_disk(folder, needed, cure=cure)

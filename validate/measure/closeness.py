@@ -238,9 +238,12 @@ def cut_windows(
     before = tuple(tokenize(""))
     windows = list[tuple[int, ...]]()
     left = num_tokens
-    for ids in map(tuple, map(tokenize, text.texts)):
+    for each in text.texts:
+        ids = tuple(tokenize(each))
         is_begun = len(before) < window_size - 1 and ids[: len(before)] == before
-        begin = before if is_begun else ()
+        begin = ()
+        if is_begun:
+            begin = before
         size = window_size - len(begin)
         for at in range(len(begin), len(ids), size):
             window = (*begin, *ids[at : at + size])[:left]

@@ -505,4 +505,6 @@ def room_for(prompts: Iterable[str], source: Source, *, is_chat: bool, max_token
 def positions(source: Source) -> int:
     """Tokens that a model can hold; without a number in config.json, any."""
     most = source.text_config.get("max_position_embeddings")
-    return most if isinstance(most, int) else sys.maxsize
+    if isinstance(most, int):
+        return most
+    return sys.maxsize

@@ -101,7 +101,9 @@ class Questions:
     def sent(self, number: int) -> str | list[dict[str, str]]:
         """The text, or the messages, of a request."""
         prompt = self.items[number % len(self.items)].prompt
-        return json.loads(prompt) if self.protocol.api == "chat" else prompt
+        if self.protocol.api == "chat":
+            return json.loads(prompt)
+        return prompt
 
 
 class Recorded(LM):

@@ -194,12 +194,14 @@ class Lossless:
                     output = server.complete(request.prompt, max_tokens=self.max_tokens)
                     text = joined(server, output)
                     num_tokens = len(output.token_ids)
-                is_cut = not request.turns and num_tokens >= self.max_tokens
+                ended = "stop"
+                if not request.turns and num_tokens >= self.max_tokens:
+                    ended = "length"
                 return Answer(
                     question=number,
                     prompt_sha256=sum_of(f"{request}"),
                     text=text,
-                    finish_reason="length" if is_cut else "stop",
+                    finish_reason=ended,
                     num_tokens=num_tokens,
                 )
 
@@ -225,7 +227,9 @@ def joined(server: Server, output: Output) -> str:
     special tokens, and stays.
     """
     text = server.text_of(output.token_ids)
-    return text if _REPLACED in text else output.text
+    if _REPLACED in text:
+        return text
+    return output.text
 
 
 def _seen(request: Request, line: Answer) -> Iterator[InAnswer]:

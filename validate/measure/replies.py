@@ -172,11 +172,15 @@ def said_in(parts: Iterable[SaidReply]) -> tuple[Said, int]:
             reason = choice.finish_reason or reason
             content += choice.said.content or ""
             for place, call in enumerate(choice.said.tool_calls or ()):
-                joined = calls[place if call.index is None else call.index]
+                if call.index is not None:
+                    place = call.index
+                joined = calls[place]
                 joined[0] += call.function.name or ""
                 joined[1] += call.function.arguments or ""
     said = (content, [calls[index] for index in sorted(calls)])
-    return said if reason else None, num_tokens
+    if not reason:
+        return None, num_tokens
+    return said, num_tokens
 
 
 def said_in_stream(content: bytes) -> tuple[Said, int]:

@@ -208,7 +208,9 @@ def _share(options: Mapping[str, str]) -> float:
         share = float(options.get("--gpu-memory-utilization", SHARE))
     except ValueError:
         return SHARE
-    return share if 0 < share <= 1 else SHARE
+    if 0 < share <= 1:
+        return share
+    return SHARE
 
 
 def _known_gpus(vllm: VLLM) -> Sequence[GPU]:
@@ -219,5 +221,6 @@ def _known_gpus(vllm: VLLM) -> Sequence[GPU]:
     numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if all(number.strip().isdigit() and int(number) < len(gpus) for number in numbers):
         gpus = [gpus[int(number)] for number in numbers]
-    is_known = vllm.build == "cuda" and all(gpu.memory_gib for gpu in gpus)
-    return gpus if is_known else ()
+    if vllm.build == "cuda" and all(gpu.memory_gib for gpu in gpus):
+        return gpus
+    return ()

@@ -93,9 +93,13 @@ class ServerFailed(GateError):
     """
 
     def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
-        rule = f"must answer {asked}" if asked else "must come up and answer"
-        cure = "; ".join(filter(None, (f"Read {log}", cure)))
-        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=cure)
+        rule = "must come up and answer"
+        if asked:
+            rule = f"must answer {asked}"
+        read = f"Read {log}"
+        if cure:
+            read += f"; {cure}"
+        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=read)
         self.words = words
         self.log = log
 
@@ -169,7 +173,9 @@ class Server:
             sent = {"messages": list(prompt), **asked}
         reply = self.post(path, sent, AnswerReply, timeout=timeout)
         (choice,) = reply.choices
-        text = choice.message.content if choice.message else choice.text
+        text = choice.text
+        if choice.message:
+            text = choice.message.content
         return text or "", choice.finish_reason, reply.usage.completion_tokens
 
     def say(self, body: Json, *, is_streamed: bool, timeout: float) -> tuple[Said, int]:
@@ -455,5 +461,7 @@ def _said(log: Path) -> str:
 
 def _lines(log: Path) -> list[str]:
     """Those of a log that are not empty."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    if not log.is_file():
+        return []
+    text = log.read_text(encoding="utf-8", errors="replace")
     return [line for line in text.splitlines() if line.strip()]

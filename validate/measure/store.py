@@ -282,8 +282,10 @@ def read_lines(path: Path, kind: type[OneLine]) -> LineFile[OneLine]:
     where, first = next(rows, (path, None))
     found = LineFile[OneLine](path, _checked(Header, first, where))
     for where, row in rows:
-        is_sitting = isinstance(row, dict) and "sitting" in row
-        found.take(_checked(Sitting if is_sitting else kind, row, where))
+        if isinstance(row, dict) and "sitting" in row:
+            found.take(_checked(Sitting, row, where))
+        else:
+            found.take(_checked(kind, row, where))
     return found
 
 

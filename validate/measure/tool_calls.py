@@ -93,8 +93,9 @@ def _turns(row: Sequence[Any]) -> tuple[Turn, ...]:
         messages = [*messages, *(said or [{"role": "user", "content": words}])]
         calls = []
         for tool, given in (made or {}).items():
-            for arguments in given if isinstance(given, list) else [given]:
-                calls.append((tool, arguments))
+            if not isinstance(given, list):
+                given = [given]
+            calls += [(tool, arguments) for arguments in given]
         turns.append(Turn(messages=messages, wanted=calls))
         messages = [*messages, turns[-1].answer]
     return tuple(turns)
@@ -125,8 +126,9 @@ def parser_words(source: Source, extra: Sequence[str]) -> tuple[str, ...]:
     named = words.get("--chat-template", "")
     texts = [small_bytes(source, each) for each in (*TEMPLATES, "tokenizer_config.json")]
     if named:
-        is_file = "{" not in named and Path(named).is_file()
-        texts = [Path(named).read_bytes() if is_file else named.encode()]
+        texts = [named.encode()]
+        if "{" not in named and Path(named).is_file():
+            texts = [Path(named).read_bytes()]
     # A mode of the tokenizer has its template in code.
     if name and ("--tokenizer-mode" in words or any(b"tools" in text for text in texts if text)):
         return "--enable-auto-tool-choice", _PARSER, name
@@ -184,4 +186,6 @@ def _lacks(turn: Turn, said: Said) -> InAnswer | None:
             left.remove((tool, given))
         else:
             is_right = False
-    return None if is_right and not left else "calls"
+    if left or not is_right:
+        return "calls"
+    return None
