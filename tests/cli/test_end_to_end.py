@@ -67,7 +67,9 @@ def within_the_schemes_error(plan: Plan, out: Path) -> None:
     source = weights_of(plan.source.folder)
     stored = weights_of(out)
     quantized = [tensor for tensor in plan.tensors if tensor.fate == "quantize"]
-    assert len(quantized) > 5
+    record = json_of(out / "keepmtp.json")
+    assert record["tensors"]["quantize"] == len(quantized) > 5
+    assert record["source"]["name"] == plan.source.folder.name
     for tensor in quantized:
         assert SCHEMES[tensor.scheme].config_group()["weights"] in groups
         original = source[tensor.name].float()
@@ -79,26 +81,6 @@ def within_the_schemes_error(plan: Plan, out: Path) -> None:
 
 def test_weights_decompress_to_within_the_schemes_error(default):
     within_the_schemes_error(*default)
-
-
-def test_mtp_block_is_the_sources_byte_for_byte(default):
-    plan, out = default
-    source = weights_of(plan.source.folder)
-    written = weights_of(out)
-    names = [tensor.name for tensor in plan.tensors if tensor.part == "mtp"]
-    assert len(names) > 10
-    for name in names:
-        assert torch.equal(source[name].view(torch.uint8), written[name].view(torch.uint8)), name
-
-
-def test_files_beside_the_weights(default):
-    plan, out = default
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (out / name).read_bytes() == (plan.source.folder / name).read_bytes()
-    assert not list(out.glob("*.partial")) and not list(out.glob("*.sha256"))
-    provenance = json_of(out / "keepmtp.json")
-    assert provenance["source"]["name"] == plan.source.folder.name
-    assert provenance["tensors"]["quantize"] > 5
 
 
 def logits_of(folder: Path) -> torch.Tensor:
