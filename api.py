@@ -258,7 +258,7 @@ def check_all(
     draft: str = "",
     vllms: Sequence[str] = (),
     runtimes: "Sequence[Runtime]" = ("vllm",),
-    progress: Say | None = None,
+    progress: Say = silent,
 ) -> "Iterator[Checked]":
     """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of
     them.
@@ -274,7 +274,6 @@ def check_all(
     from .validate.dryload.versions import had_vllms
     from .validate.facts.vllm_env import find_vllm
 
-    progress = progress or silent
     chosen = missing = []
     if gpus:
         chosen, missing = had_vllms(vllms, find_vllm(), progress=progress)

@@ -4,7 +4,6 @@ In: checkpoints. Out: tables with a column for each, or JSON.
 """
 
 from collections.abc import Iterator
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -17,16 +16,14 @@ from .tables import answer, drawn
 if TYPE_CHECKING:
     from ..validate.report.comparison import Comparison
 
-_COLUMN = 20  # characters of a line that the names of rows take, and that a checkpoint needs
-
 
 def compare(paths: PathsArgument, as_json: JsonOption = False) -> None:
     """Show finished checkpoints of one model next to each other: bytes, what loads them, what was
     measured.
 
-    From headers alone: bytes by group and scheme, what wrote each, the KV cache, and which versions
-    of vLLM load it by the rules of the static check; `keepmtp check A B --gpu sm100` lets vLLM's
-    own classes load them.
+    From headers alone: bytes by group and scheme, the KV cache, and which versions of vLLM load it
+    by the rules of the static check; `keepmtp check A B --gpu sm100` lets vLLM's own classes load
+    them.
 
     Where a checkpoint has a NAME.report of the same bytes, its scores, divergence, acceptance and
     speed are shown.
@@ -47,12 +44,9 @@ def compare(paths: PathsArgument, as_json: JsonOption = False) -> None:
 
 
 def _parts(found: "Comparison") -> Iterator[RenderableType]:
-    """Tables of as many columns as fit the width, then what to know of them."""
-    from ..validate.report.comparison import notes, numbered, sections
+    """Tables with a column for each, then what to know of them."""
+    from ..validate.report.comparison import notes, sections
 
-    columns = [*numbered(found).items()]
-    step = max(1, get_terminal_size().columns // _COLUMN - 1)
-    for first in range(0, len(columns), step):
-        for heading, table in sections(dict(columns[first : first + step])):
-            yield drawn(heading, table)
+    for heading, table in sections(found):
+        yield drawn(heading, table)
     yield from notes(found)

@@ -3,7 +3,6 @@ repository, of which headers alone are fetched.
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -48,12 +47,6 @@ def test_two_columns_on_80(parent):
         "MTP block 2.1 MiB BF16 2.1 MiB BF16",
         "Forms with less than 1 % of a group's bytes are left out.",
     )
-
-
-def test_more_checkpoints_than_fit_have_further_tables(parent):
-    said = ran("compare fp8_block nvfp4a16 fp8_block", cwd=parent, COLUMNS="60")
-    assert re.findall(r"^ +1 +2 *$|^ +3 *$", said, re.MULTILINE)[1:3], said
-    assert said.count("What each is") == 2
 
 
 def test_what_is_done_is_said(parent):

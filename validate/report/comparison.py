@@ -162,8 +162,9 @@ def numbered(found: Comparison) -> dict[str, ComparedCheckpoint]:
     return {f"{number}": one for number, one in enumerate(found.checkpoints, 1)}
 
 
-def sections(columns: Mapping[str, ComparedCheckpoint]) -> Iterator[tuple[str, Table]]:
+def sections(found: Comparison) -> Iterator[tuple[str, Table]]:
     """Tables with their titles; the numbers of the checkpoints are the heads of their columns."""
+    columns = numbered(found)
     for heading, cells_of in _SECTIONS.items():
         rows = dict[str, list[str]]()
         for number, one in enumerate(columns.values()):

@@ -20,7 +20,7 @@ from keepmtp.checkpoints.safetensors_file import total_bytes
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.facts.results import report_folder
-from keepmtp.validate.report.comparison import notes, numbered, sections
+from keepmtp.validate.report.comparison import notes, sections
 from keepmtp.validate.report.report import write as write_report
 from stations import bench_fact, closeness
 
@@ -31,7 +31,7 @@ glm mixed blocks, released qwen3.5-397b"""
 
 def cells(found, heading):
     """The rows of a table by their names; {} where there is no such table."""
-    for title, table in sections(numbered(found)):
+    for title, table in sections(found):
         if title.startswith(heading):
             return {name: row for name, *row in table.rows}
     return {}
