@@ -38,7 +38,9 @@ def changes_alone(plan: Plan) -> Plan:
         raise RecipeError(_WHERE, rule, got="a folder", cure=cure)
     if plan.needs_batches:
         rule = "reads no text, because calibration needs all weights"
-        got = ", ".join(plan.needs_calibration) or f"mtp: {AUTO}"
+        got = f"mtp: {AUTO}"
+        if plan.needs_calibration:
+            got = ", ".join(plan.needs_calibration)
         raise RecipeError(_WHERE, rule, got=got, cure="Choose a form without data, or leave it out")
     return replace(plan, changed_only=True)
 

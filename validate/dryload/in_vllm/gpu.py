@@ -189,13 +189,6 @@ def _answer(module: Any, **answers: Any) -> None:
 
 def install(device: Device) -> None:
     """Pretend `device`. Call it once, before the rest of vLLM is imported."""
-    from triton.runtime import jit
-
-    # Decorators read the source of each kernel, to compile it, and of who registers an operator,
-    # for a message: a second of 13 for what no load needs.
-    source = {"getsourcelines": returns((["def kernel(): ..."], 1))}
-    jit.inspect = types.SimpleNamespace(**vars(jit.inspect) | source)
-    _answer(torch._library.utils, get_source="")
     import vllm
     from vllm import platforms
 
