@@ -70,8 +70,8 @@ def pack(
             the largest magnitude of the group. (vLLM 0.32.0 rounds fused static FP8 weights again,
             to the largest of their scales: fp8_utils.process_fp8_weight_tensor_strategy. Of one
             scale it changes nothing.)
-        shared: outputs that are given, by suffix: a scale that others share too. By default they
-            are computed.
+        shared: outputs that are given, by suffix: those that say something of the whole matrix,
+            where the weights are some of its rows. By default they are computed.
 
     Returns: one dict per weight, suffix -> tensor, as `scheme.weight_tensors(N_i, K)` lists them,
         on the weight's device.

@@ -12,7 +12,7 @@ whose largest code is 4 would get a scale of 4/6 and every code a new error.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, starmap
@@ -24,7 +24,7 @@ from torch import Tensor
 from ...checkpoints.dequantize import dequantize, refuse_odd_integers, refuse_other_order
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import WEIGHT_LEAVES, scale_of, weight_of
-from ...checkpoints.values import read_bytes, read_parts, read_tensor, typed
+from ...checkpoints.values import read_bytes, read_parts, read_tensor, row_ranges, typed
 from ...recipes.conventions import FORMATS, Change, in_compressed_tensors
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
@@ -41,6 +41,9 @@ CPU = torch.device("cpu")
 _TOP = 8
 _BOTTOM = -9
 _MAGNITUDE_BITS = 0x77
+# A slice on a CPU, whole blocks and whole words of zero points. glibc takes blocks over 32 MiB from
+# the system each time, zeroed, which took as long as packing; those of a slice it keeps.
+_ROWS = 256
 # What the headers of integers do not show.
 _SMALL = ("weight_shape", "qzeros", "g_idx")
 
@@ -62,7 +65,8 @@ class PackedModule:
     Attributes:
         module: its name in the finished checkpoint.
         outputs: what the plan says of its tensors.
-        tensors: by the last component of their names.
+        tensors: by the last component of their names; of a slice, its rows and what is of the
+            whole.
     """
 
     module: HFName
@@ -91,15 +95,16 @@ def packed_groups(
         unit: a member of `plan.units`.
         given: takes the place of what would be packed from the source.
         device: where weights are packed.
-        read: gives weights as the source holds them. By default they are read from there.
+        read: gives weights as the source holds them, whole. By default they are read from there,
+            a large matrix that is packed alone in slices of rows.
 
-    Returns: a group for each expert of a stack and each part of a table in order, otherwise one.
+    Returns: a group for each expert of a stack, each part of a table and each slice in order,
+        otherwise one.
 
     Raises:
         CheckpointError: a weight is not finite; the message names the unit.
     """
     static = batch_suffixes(unit[0].scheme)
-    read = read or from_source(plan, device)
     if unit[0].role == "table":
         yield from _table(plan, unit, device, read)
         return
@@ -119,21 +124,22 @@ def packed_groups(
             for output in tensor.outputs[first:last]:
                 modules[HFName(output.name.rpartition(".")[0])].append(output)
                 is_given &= output.name in given or output.name.endswith(static)
-        packed: Sequence[Mapping[str, Tensor]] = [{}] * len(modules)
+        computed: Iterable[Sequence[Mapping[str, Tensor]]] = [[{}] * len(modules)]
         # Where an algorithm rewrote every weight of the group, nothing is left to be packed.
         if not is_given:
-            packed = _packed(plan, unit, expert, device, read)
-        group = []
-        for (name, outputs), own in zip(modules.items(), packed, strict=True):
-            tensors = {}
-            for output in outputs:
-                leaf = output.name.rpartition(".")[2]
-                if output.name in given:  # what calibration gave comes first
-                    tensors[leaf] = given.read(output.name)
-                else:
-                    tensors[leaf] = own[leaf]
-            group.append(PackedModule(module=name, outputs=tuple(outputs), tensors=tensors))
-        yield group
+            computed = _packed(plan, unit, expert, device, read)
+        for packed in computed:
+            group = []
+            for (name, outputs), own in zip(modules.items(), packed, strict=True):
+                tensors = {}
+                for output in outputs:
+                    leaf = output.name.rpartition(".")[2]
+                    if output.name in given:  # what calibration gave comes first
+                        tensors[leaf] = given.read(output.name)
+                    else:
+                        tensors[leaf] = own[leaf]
+                group.append(PackedModule(module=name, outputs=tuple(outputs), tensors=tensors))
+            yield group
 
 
 def from_source(plan: Plan, device: torch.device) -> ReadWeights:
@@ -142,32 +148,33 @@ def from_source(plan: Plan, device: torch.device) -> ReadWeights:
     def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
         if expert is None:
             return [load(plan, tensor, device)]
-        weight = load_expert(plan, tensor, expert, device)
+        weight = load_rows(plan, tensor, expert, expert + 1, device)[0]
         return weight.chunk(len(tensor.stacked))
 
     return read
 
 
 def _table(
-    plan: Plan, unit: Sequence[TensorPlan], device: torch.device, read: ReadWeights
+    plan: Plan, unit: Sequence[TensorPlan], device: torch.device, read: ReadWeights | None
 ) -> Iterator[list[PackedModule]]:
     """An n-gram table part by part. It is read twice, because one scale is that of all parts: the
     published one has 100 GB.
     """
     scheme = SCHEMES[unit[0].scheme]
+    look = read or from_source(plan, device)
     amax = list[Tensor]()
     for tensor in unit:
         try:
-            amax.append(largest(read(tensor, None)))
+            amax.append(largest(look(tensor, None)))
         except CheckpointError as error:
             raise error.at(f"{plan.source.where}: {tensor.name}") from error
     shared = shared_scale(scheme, torch.stack(amax).amax())
     for tensor in unit:
-        (own,) = _packed(plan, [tensor], None, device, read, shared)
-        if GLOBAL_SCALE in own:  # vLLM has modelopt's names and multiplier
-            own["weight"] = own["weight_packed"]
-            own["weight_scale_2"] = own[GLOBAL_SCALE].reciprocal()
-        yield [PackedModule(module=tensor.module, outputs=tensor.outputs, tensors=own)]
+        for (own,) in _packed(plan, [tensor], None, device, read, shared):
+            if GLOBAL_SCALE in own:  # vLLM has modelopt's names and multiplier
+                own["weight"] = own["weight_packed"]
+                own["weight_scale_2"] = own[GLOBAL_SCALE].reciprocal()
+            yield [PackedModule(module=tensor.module, outputs=tensor.outputs, tensors=own)]
 
 
 def _packed(
@@ -175,11 +182,11 @@ def _packed(
     unit: Sequence[TensorPlan],
     expert: int | None,
     device: torch.device,
-    read: ReadWeights,
+    read: ReadWeights | None,
     shared: Mapping[str, Tensor] | None = None,
-) -> list[dict[str, Tensor]]:
+) -> Iterator[list[dict[str, Tensor]]]:
     """The weights of one fused group, without rounding where source and scheme have the same
-    codes.
+    codes; or those of each slice.
     """
     scheme = SCHEMES[unit[0].scheme]
     if scheme.form == "nvfp4" and {tensor.form for tensor in unit} == {"mxfp4"}:
@@ -189,12 +196,27 @@ def _packed(
             members.append((weight_of(found).to(device), scale_of(found).to(device)))
         exact = mxfp4_as_nvfp4(members)
         if exact is not None:
-            return exact
+            yield exact
+            return
+    tensor = unit[0]
+    shaped = torch.empty(1, device=device).expand(tensor.shape[-2:])
+    slices = [*row_ranges(shaped, _ROWS)]
+    is_alone = len(unit) == 1 and expert is None and tensor.form == "plain"
     try:
+        if read is None and is_alone and len(slices) > 1:
+            given = {"weight_shape": torch.tensor(tensor.shape), **(shared or {})}
+            if shared is None and scheme.has_tensor_scale:
+                # It needs a look at all rows before the first is packed.
+                looked_at = (load_rows(plan, tensor, *rows, device) for rows in slices)
+                given |= shared_scale(scheme, largest(looked_at))
+            for rows in slices:
+                yield pack(scheme, [load_rows(plan, tensor, *rows, device)], shared=given)
+            return
+        read = read or from_source(plan, device)
         weights = list[Tensor]()
         for tensor in unit:
             weights += read(tensor, expert)
-        return pack(scheme, weights, shared=shared)
+        yield pack(scheme, weights, shared=shared)
     except CheckpointError as error:
         names = ", ".join(tensor.name for tensor in unit)
         raise error.at(f"{plan.source.where}: {names}") from error
@@ -330,12 +352,17 @@ def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(part.flatten(0, 1) for part in parts_of_slices)
 
 
-def load_expert(plan: Plan, tensor: TensorPlan, expert: int, device: torch.device) -> Tensor:
-    """One expert of a stacked parameter [E, N, K], without reading the others."""
+def load_rows(
+    plan: Plan, tensor: TensorPlan, first: int, last: int, device: torch.device
+) -> Tensor:
+    """Rows of a plain matrix, or experts of a stacked parameter [E, N, K], from the first to before
+    the last, without reading the others.
+    """
     entry = plan.entries[tensor.inputs[0]]
-    length = entry.num_bytes // tensor.shape[0]
-    raw = read_bytes(plan.source, entry, offset=expert * length, length=length)
-    return typed(raw, entry.dtype, tensor.shape[1:]).to(device)
+    num_bytes = entry.num_bytes // tensor.shape[0]
+    length = (last - first) * num_bytes
+    raw = read_bytes(plan.source, entry, offset=first * num_bytes, length=length)
+    return typed(raw, entry.dtype, (last - first, *tensor.shape[1:])).to(device)
 
 
 def stored(plan: Plan, tensor: TensorPlan) -> dict[str, Tensor]:

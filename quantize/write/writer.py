@@ -14,6 +14,7 @@ are on the disk, and a stamp says what it was made from.
 import hashlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -217,15 +218,25 @@ class _Job:
         num_bytes = self.plan.num_bytes_read(unit)
         outputs = outputs_of(unit)
         if unit[0].fate == "quantize":
-            # A 3-D tensor of experts may be several GiB: it is packed an expert at a time.
+            # A 3-D tensor of experts, or a head, may be several GiB: it is packed an expert, or
+            # some rows, at a time.
+            rows = Counter[HFName]()
             size = total_bytes(outputs)
             for group in packed_groups(self.plan, unit, self.given, device=self.device):
                 written = 0
                 for module in group:
                     for output in module.outputs:
-                        place.put(output, module.tensors[output.name.rpartition(".")[2]])
-                        written += output.num_bytes
+                        first = rows[output.name]
+                        if first == output.shape[0]:  # of the whole, and came with the first rows
+                            continue
+                        value = module.tensors[output.name.rpartition(".")[2]]
+                        part = output._replace(shape=(len(value), *output.shape[1:]))
+                        at = self.plan.on_disk(output).num_bytes * first // output.shape[0]
+                        place.put(part, value, at=at)
+                        rows[output.name] += len(value)
+                        written += part.num_bytes
                 self.progress(num_bytes * written // size)
+            assert all(rows[output.name] == output.shape[0] for output in outputs), unit[0].name
             return
         given = [output for output in outputs if output.name in self.given]
         if len(given) == len(outputs):  # an algorithm rescaled it
@@ -276,15 +287,15 @@ class _Place:
     file: FileIO
     starts: Mapping[HFName, int]
 
-    def put(self, output: Output, value: torch.Tensor) -> None:
-        """Write a tensor, as the recipe's format spells it."""
+    def put(self, output: Output, value: torch.Tensor, *, at: int = 0) -> None:
+        """Write a tensor, or rows of it at this byte, as the recipe's format spells it."""
         got = (tuple(value.shape), value.dtype)
         assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output}: computed {got}"
         value = value.cpu().contiguous()
         other = self.plan.spelled.get(output.name)
         if other is not None:
             value = changed(value, other.change, TORCH_DTYPES[other.output.dtype])
-        self._write(output, value.reshape(-1).view(torch.uint8), at=0)
+        self._write(output, value.reshape(-1).view(torch.uint8), at=at)
 
     def copy(self, output: Output, entry: Entry) -> None:
         """Copy the bytes of a source tensor."""

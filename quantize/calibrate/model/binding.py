@@ -30,7 +30,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName
 from ....recipes.frozen import frozen
-from ...pack.unit import load, load_expert
+from ...pack.unit import load, load_rows
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 
@@ -244,8 +244,8 @@ def fill(
             # Those of one expert in a stack follow each other, and are read together.
             key = piece.tensor.name, piece.expert
             if key != last[0]:
-                weight = load_expert(plan, piece.tensor, piece.expert, device)
-                last = key, weight.chunk(len(piece.tensor.stacked))
+                rows = load_rows(plan, piece.tensor, piece.expert, piece.expert + 1, device)
+                last = key, rows[0].chunk(len(piece.tensor.stacked))
             parts.append(last[1][piece.part])
         value = parts[0]
         if len(parts) > 1:

@@ -4,14 +4,21 @@ leaves behind.
 
 from dataclasses import replace
 
+import keepmtp.checkpoints.values as values_module
+import keepmtp.quantize.pack.unit as unit_module
 import pytest
 import torch
+from calibrated import made_up, planned, saved
 from data_files import json_of
 from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.pack.unit import CPU, packed_groups
 from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.recipes.conventions import ALGORITHMS, NOT_FOR_EXPERTS
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
+from keepmtp.recipes.schemes import SCHEMES
 from releases import source_layout, write_checkpoint
 from writing import tiny, weights_of, written
 from written_values import poke
@@ -64,6 +71,33 @@ def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
             wide = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
             expected = (source[tensor.name].float() * wide).to(torch.bfloat16)
             assert torch.equal(made[tensor.name], expected), tensor.name
+
+
+@pytest.mark.parametrize(
+    "scheme, format",
+    [(name, "compressed-tensors") for name in SCHEMES]
+    + [(name, "modelopt") for name in ALGORITHMS if name not in NOT_FOR_EXPERTS],
+)
+def test_slices_of_a_large_matrix_are_the_rows_of_the_whole(scheme, format, tmp_path, monkeypatch):
+    plan = planned(tmp_path / "source", data="random")
+    recipe = plan.recipe.model_dump() | {"format": format}
+    kept = {"experts": "bf16", "shared_experts": "bf16"}  # too narrow for a second slice
+    recipe["backbone"] = dict.fromkeys(recipe["backbone"], scheme) | kept
+    if not SCHEMES[scheme].needs_calibration:
+        recipe["calibration"] = None
+    plan = make_plan(Recipe.model_validate(recipe), plan.source)
+    given = saved(tmp_path / "statistics", made_up(plan))
+    written(plan, tmp_path / "whole", statistics=given)
+    monkeypatch.setattr(values_module, "_CHUNK_CPU", 1)
+    monkeypatch.setattr(unit_module, "_ROWS", 128)
+    (unit,) = [
+        unit for unit in plan.units if unit[0].name.endswith("layers.0.mlp.down_proj.weight")
+    ]
+    assert len([*packed_groups(plan, unit, given, device=CPU)]) == 2
+    written(plan, tmp_path / "slices", statistics=given)
+    for shard in plan.shards:
+        whole, slices = (tmp_path / name / shard.file for name in ("whole", "slices"))
+        assert whole.read_bytes() == slices.read_bytes(), shard.file
 
 
 def test_config_is_the_sources_own(tmp_path):
