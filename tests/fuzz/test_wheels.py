@@ -50,7 +50,7 @@ def no_server(path: Path) -> Path:
     stub = path.with_name("stub")
     stub.mkdir()
     serves = f'[ -f "$4/answers.json" ] && exec {stub_vllm.stub_vllm(stub, start=0)} "$@"'
-    loads = f'*/in_vllm*) exec {sys.executable} -I "$PYTHONPATH/vllm/__init__.py"'
+    loads = f'*in_vllm*) exec {sys.executable} -I "$PYTHONPATH/vllm/__init__.py"'
     path.write_text(
         f"#!/bin/sh\ncase \" $* \" in *' serve '*) {serves}; exit 3;; {loads};; esac\necho '{told}'\n"
     )
