@@ -27,11 +27,17 @@ if TYPE_CHECKING:
 
 Fix = Callable[[Faulty], None]
 _MAX_ROUNDS = 6
+# What a list must say hangs on the numbers of layers: these end a round.
+_OF_NUMBERS: tuple[Fix, ...] = (
+    fixes.mtp_count_is_what_is_there,
+    fixes.mtp_names_have_the_promised_number,
+)
 FIXES: tuple[tuple[str, Fix], ...] = (
     ("names", fixes.layers_have_known_names),
     ("unindexed", fixes.mtp_files_are_indexed),
     ("mtp-not-promised", fixes.mtp_count_is_what_is_there),
     ("mtp-missing", fixes.mtp_count_is_what_is_there),
+    ("mtp-missing", fixes.mtp_names_have_the_promised_number),
     ("config", fixes.layer_types_are_cut),
     ("mtp-prefix", fixes.mtp_names_lose_a_prefix),
     ("kv-scales", fixes.kv_scales_leave),
@@ -138,8 +144,7 @@ def settled(
         proposal = proposal.copy()
         for cure in cures:
             cure(Faulty(checked.runtime, checked.data.findings, proposal))
-            # What a list must say hangs on the number of layers.
-            if cure is fixes.mtp_count_is_what_is_there and len(proposal.edits) > had:
+            if cure in _OF_NUMBERS and len(proposal.edits) > had:
                 break
         if len(proposal.edits) == had:
             break

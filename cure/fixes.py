@@ -76,6 +76,23 @@ def mtp_count_is_what_is_there(faulty: Faulty) -> None:
         proposal.set(CONFIG, (*_holder(proposal, key), key), found, why)
 
 
+def mtp_names_have_the_promised_number(faulty: Faulty) -> None:
+    """MTP layers that are all there under numbers that are too high."""
+    runtime = faulty.runtime
+    view = runtime.view
+    first = min(runtime.found, default=0)
+    if not first or not view.is_number_wrong(runtime.found):
+        return
+    for index in sorted(runtime.found):
+        old = view.mtp_stem(index)
+        new = view.mtp_stem(index - first)
+        why = f"config.json promises the MTP layer as {new}*"
+        for name, entry in runtime.source.entries.items():
+            if name.startswith(old):
+                renamed = HFName(new + name.removeprefix(old))
+                faulty.proposal.retensor(entry, replace(entry, name=renamed), why)
+
+
 def layers_have_known_names(faulty: Faulty) -> None:
     """The class whose layers have the names of the files; else names without a strange prefix."""
     runtime = faulty.runtime

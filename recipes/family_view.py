@@ -408,9 +408,14 @@ class FamilyView:
         return {layer - self.first_mtp_index for layer in layers if layer is not None}
 
     def is_number_wrong(self, found: Collection[int]) -> bool:
-        """Whether the MTP layers on disk are a block of another count than config.json promises."""
-        is_block = bool(found) and {*found} == {*range(len(found))}
-        return is_block and len(found) != self.num_mtp_layers
+        """Whether the MTP layers on disk are a block of another count, or of other numbers, than
+        config.json promises.
+        """
+        first = min(found, default=0)
+        if not found or {*found} != {*range(first, first + len(found))}:
+            return False
+        # From another number on it is the whole block; from 0 on another count.
+        return (len(found) == self.num_mtp_layers) == bool(first)
 
     def slices(self, place: Place) -> tuple[int, int, int, int]:
         """The number of slices of an interleaved matrix, and the rows of q, k and v in each. The

@@ -83,6 +83,8 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
             cured_by = "edit"
             count = len(runtime.found) // view.num_mtp_parts
             cure = f"Set {key} to {count}, or put the release's whole block in"
+            if 0 not in runtime.found:
+                cure = f"Rename {view.mtp_stem(min(runtime.found) + index)}* to {place}"
         yield objection(
             "mtp-missing",
             place,
