@@ -62,9 +62,9 @@ TWINS = 5
 
 # What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
-    "tokens of the package": 313_000,
-    "tokens of the tests": 364_200,
-    "dense forms in 1,000 tokens": 4.7,
+    "tokens of the package": 301_500,
+    "tokens of the tests": 348_500,
+    "dense forms in 1,000 tokens": 4.4,
     "functions over 100 lines": 0,
 }
 # So that a good change of a few tokens passes.
