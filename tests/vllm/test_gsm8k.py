@@ -75,10 +75,8 @@ def found(keepmtp, made) -> dict:
     mark = uuid4().hex
     done = evaluated(keepmtp, made, only="acceptance,tasks,lossless", **{MARK: mark})
     none_left(mark)
-    assert (
-        '"role": "source", "doing": ""' in done.stderr
-        and '"role": "checkpoint", "doing": ""' in done.stderr
-    )
+    for role in ("source", "checkpoint"):
+        assert f"{role} gsm8k  question {NUM} of {NUM}  " in done.stderr, done.stderr
     return json.loads(done.stdout)
 
 

@@ -160,7 +160,8 @@ def test_a_draft_is_measured_and_ready_to_publish(tmp_path):
     draft = tmp_path / "draft"
     keepmtp(f"quantize {GLM} --draft-for {GLM} --mtp bf16 --out {draft}", status=0)
     found = serve_check(draft, 0)
-    assert Path(found["target"]["path"]) == GLM
+    kept = json.loads((tmp_path / "draft.report/serve.json").read_text())
+    assert Path(kept["target"]["path"]) == GLM
     run = found["checkpoint"]["runs"][1]
     assert run["drafts"] > 20 and run["acceptance"] > 0.85
     assert f"'model': '{draft}'" in Path(run["log"]).read_text()

@@ -68,10 +68,10 @@ class AcceptanceStation:
                 continue
             lines = work.file.in_order()
             parted = None
-            if work.k:
-                parted = partings(plain, lines)
-            else:
+            if not work.k:
                 plain = lines
+            elif plain:
+                parted = partings(plain, lines)
             counts = work.file.counts
             runs.append(Run(k=work.k, loaded=True, log=log, partings=parted, **counts))
             how = work.file.served
