@@ -2,7 +2,7 @@
 #
 #   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR] [NPROC=GPUs] [CALIBRATION=NAME]
 #     MODEL=PATH|ORG/NAME|URL SCHEME=nvfp4a16-fp8: a checkpoint without a recipe, such as your fine-tune
-#   make quantize EXTRA=calibrate ...   what a recipe with calibration needs; EXTRA=modelopt where it says backend: modelopt
+#   make quantize EXTRA=calibrate ...   what a recipe with calibration needs; EXTRA=modelopt where its algorithm is modelopt's
 #     OUT is out/MODEL.SCHEME, unless it is named; the targets below take the same words
 #     TRUST_REMOTE_CODE=1: you have read the checkpoint's own Python, and it may run; REQUANTIZE=1: round again what a tool did
 #   make plan ... [GPU_MEMORY=H100]   the same words: what would happen, what it needs; nothing written
